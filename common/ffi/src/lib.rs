@@ -1,0 +1,1 @@
+//! Unsafe code lives here.

@@ -1,0 +1,206 @@
+//! Registered tensor channels between one attention rank and one FFN rank: the seam that the host drives.
+//!
+//! On a token's path a [`HopLink`] stands between attention's remote FFN and the FFN's hop queue. It moves frames and
+//! nothing else: it does not schedule, retry, reconnect or look into rows. `loopback`, `tcp` and `inline` implement it;
+//! shared memory joins them later. Channels that a CUDA stream drives have a seam of their own.
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
+
+use crate::frame::FrameHeader;
+use crate::ids::Epoch;
+
+pub mod pool;
+
+/// One end of a link.
+///
+/// # Contract
+/// Every implementation passes the one suite in `link::contract`.
+/// - **Ordering.** Frames arrive in the order they were sent, whole, at most once. Receivers must nevertheless match by
+///   key, never by order.
+/// - **Never blocks.** [`send`](Self::send) returns at once. The sender keeps at most [`Limits::credits`] frames
+///   unanswered; rings are sized for that when the link is opened, so a sender within its credits always has room, and
+///   two ends can never wait for each other. Sending beyond that is [`LinkError::NoCredit`], a mistake of the caller.
+/// - **Buffer lifetime.** `send` has copied or written everything when it returns; the caller may reuse its memory. A
+///   received [`InFrame`] owns its body until it is dropped; dropping gives the buffer back to the link's pool.
+/// - **Verified.** A received frame has the link's epoch, a known kind, a body of the size its header announces, at
+///   most [`Limits::max_rows`] rows, and correct checksums. A frame of another epoch is dropped and counted; any other
+///   fault breaks the link.
+/// - **Wake-up.** The link rings the [`Doorbell`] it was made with whenever `poll_recv` may have something new to say,
+///   the end of the link included.
+/// - **Loss.** Once broken, `poll_recv` first hands out what had arrived whole, then reports the same error for ever;
+///   `send` reports it at once.
+/// - **Cancellation.** [`close`](Self::close) is idempotent; the peer sees [`LinkError::Closed`] with the reason after
+///   the frames sent before it. Dropping the link closes it.
+pub trait HopLink: Send {
+    /// What was agreed when the link was opened.
+    fn limits(&self) -> &Limits;
+
+    /// Hands a frame to the link. `body` is the concatenation of these parts; their total must equal
+    /// `header.body_bytes`. The header's epoch is set by the link.
+    ///
+    /// # Errors
+    /// [`LinkError`]; nothing was sent then. Retrying on the same link helps only after `NoCredit`.
+    fn send(&mut self, header: FrameHeader, body: &[&[u8]]) -> Result<(), LinkError>;
+
+    /// The next frame that has arrived whole, or `None`.
+    ///
+    /// # Errors
+    /// [`LinkError`] once the link is broken or closed and everything before that was handed out.
+    fn poll_recv(&mut self) -> Result<Option<InFrame>, LinkError>;
+
+    /// Ends the link in both directions and tells the peer why.
+    fn close(&mut self, reason: &str);
+}
+
+/// Kinds of host-driven links.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LinkKind {
+    /// Two ends in one process.
+    Loopback,
+    /// Frames on a TCP connection.
+    Tcp,
+    /// Frames as messages of a gRPC stream.
+    Inline,
+    /// A ring in POSIX shared memory.
+    Shm,
+}
+
+impl fmt::Display for LinkKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Loopback => "loopback",
+            Self::Tcp => "tcp",
+            Self::Inline => "inline",
+            Self::Shm => "shm",
+        })
+    }
+}
+
+/// What both ends of a link agreed on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Which implementation.
+    pub kind: LinkKind,
+    /// Who is on the other end, for messages: "F0 at 127.0.0.1:7001".
+    pub peer: String,
+    /// Lifetime of this link.
+    pub epoch: Epoch,
+    /// Frames that may be unanswered, per direction.
+    pub credits: u32,
+    /// Most rows of a frame.
+    pub max_rows: u32,
+    /// Most bytes of a frame's body.
+    pub max_body_bytes: u32,
+}
+
+/// Why a link cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LinkError {
+    /// The caller sent more frames than its credits allow before any was answered.
+    #[error("{peer}: {credits} frames are already in flight")]
+    NoCredit {
+        /// The other end.
+        peer: String,
+        /// What was agreed.
+        credits: u32,
+    },
+    /// The frame is larger than what was agreed, or its parts do not add up to what its header says.
+    #[error("{peer}: {what}")]
+    BadFrame {
+        /// The other end.
+        peer: String,
+        /// Expected and found.
+        what: String,
+    },
+    /// A checksum or a header was wrong: nothing after it can be trusted.
+    #[error("{peer}: corrupt frame: {what}")]
+    Corrupt {
+        /// The other end.
+        peer: String,
+        /// Expected and found.
+        what: String,
+    },
+    /// The peer closed the link, or this end did.
+    #[error("{peer}: link closed: {reason}")]
+    Closed {
+        /// The other end.
+        peer: String,
+        /// As given to [`HopLink::close`].
+        reason: String,
+    },
+    /// The transport broke.
+    #[error("{peer}: link lost: {what}")]
+    Lost {
+        /// The other end.
+        peer: String,
+        /// The transport's own words.
+        what: String,
+    },
+}
+
+/// Wakes an engine thread that sleeps until one of its links has something to say.
+///
+/// One bell per engine, shared by all its links. Rings are counted, so none is lost between looking and sleeping:
+/// read [`count`](Self::count), poll every link, then [`wait`](Self::wait) with the count read before.
+#[derive(Clone, Default)]
+pub struct Doorbell {
+    inner: Arc<(Mutex<u64>, Condvar)>,
+}
+
+impl Doorbell {
+    /// Wakes the waiting engine thread. Cheap; may be called from any thread.
+    pub fn ring(&self) {
+        let (count, condvar) = &*self.inner;
+        *count.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += 1;
+        condvar.notify_one();
+    }
+
+    /// Rings so far.
+    pub fn count(&self) -> u64 {
+        *self.inner.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Sleeps until the bell rang after `seen` was read, or until `deadline` (`None`: no limit).
+    /// Returns whether it rang.
+    pub fn wait(&self, seen: u64, deadline: Option<Instant>) -> bool {
+        let (count, condvar) = &*self.inner;
+        let mut now = count.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        while *now == seen {
+            match deadline {
+                None => now = condvar.wait(now).unwrap_or_else(|poisoned| poisoned.into_inner()),
+                Some(deadline) => {
+                    let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
+                    now = condvar.wait_timeout(now, left).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+                }
+            }
+        }
+        true
+    }
+}
+
+/// A received, verified frame. Dropping it gives the body's buffer back to the link's pool.
+pub struct InFrame {
+    /// Identity and shape.
+    pub header: FrameHeader,
+    body: pool::PooledBuf,
+}
+
+impl InFrame {
+    /// For implementations of [`HopLink`].
+    pub fn new(header: FrameHeader, body: pool::PooledBuf) -> Self {
+        Self { header, body }
+    }
+
+    /// The rows, and the side tensors behind them.
+    pub fn body(&self) -> &[u8] {
+        self.body.bytes()
+    }
+}
+
+impl fmt::Debug for InFrame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InFrame").field("header", &self.header).finish_non_exhaustive()
+    }
+}
