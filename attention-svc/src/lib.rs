@@ -1,1 +1,7 @@
-//! Role.
+//! The attention role. A token's path, in reading order:
+//!
+//! `api` (HTTP and gRPC, one port) → `text` (tokenizer, chat template) → [`request`] → `scheduler` → `kv_cache` →
+//! `engine` (one OS thread, owns the device) → [`model`] (attention of every layer) → `remote_ffn` ⇢ the FFN role ⇢
+//! `sampler` → `text` (detokenizer) → `api`.
+pub mod model;
+pub mod request;
