@@ -1,9 +1,10 @@
 //! Generated from `proto/afd/v1` by the build script, and the descriptor set for gRPC reflection.
 #![allow(missing_docs, unreachable_pub, unused_qualifications, clippy::all)]
 
-/// Package `afd.v1`.
-pub mod v1 {
-    tonic::include_proto!("afd.v1");
+mod afd {
+    pub mod v1 {
+        tonic::include_proto!("afd.v1");
+    }
 }
 
 mod google {
@@ -12,6 +13,8 @@ mod google {
     }
 }
 
+/// Package `afd.v1`.
+pub use afd::v1;
 /// `google.rpc.Status`, as carried in step reports.
 pub use google::rpc::Status as RpcStatus;
 
