@@ -158,6 +158,16 @@ pub enum SequenceError {
         /// How many.
         waiting: usize,
     },
+    /// The sequence can never run here: shorten the prompt or `max_tokens`.
+    #[error("{tokens} tokens of prompt and output do not fit: at most {limit} ({option})")]
+    TooLarge {
+        /// Prompt and most output.
+        tokens: usize,
+        /// What fits.
+        limit: usize,
+        /// Which option sets the limit.
+        option: &'static str,
+    },
     /// An FFN shard was lost and not replaced in time: retry later.
     #[error("{0}")]
     FfnUnavailable(String),

@@ -1,0 +1,114 @@
+//! The seam between attention and the FFN role: what the engine asks of whatever stands behind it (remote shards over
+//! links, or the FFN model in the same process). Rows go out in [`FfnPort::dispatch`] and come back, through the
+//! layer's FFN, in [`FfnPort::combine`]. Nothing here schedules, samples or knows a request.
+use afd_common::ids::{HopKey, StepId};
+use tch::Tensor;
+
+use crate::scheduler::Phase;
+
+/// One attention rank's way to every shard of the FFN.
+///
+/// # Contract
+/// - **Order of calls.** Per step: `begin_step`, then for every layer and stage one `dispatch` and one `combine` of the
+///   same hop, then `end_step`. Between the dispatch of a hop and its combine other stages are dispatched and combined;
+///   at most one hop of a stage is outstanding, so at most as many as the step has stages. Between steps: `idle`.
+/// - **Completion.** `dispatch` returns once the rows are handed over or copied; the tensor may be changed afterwards.
+///   `combine` waits for all shards and returns their sum, `[num_rows, hidden]` in the compute dtype, rows in the order
+///   they were dispatched. Zero rows are legal. The wait is bounded by the implementation.
+/// - **Loss.** An implementation keeps the rows of every outstanding hop and may send them again to another rank before
+///   it gives up; the engine sees an error only when that has failed.
+/// - **Cancellation.** `end_step` ends the step whatever happened in it, errors included: hops still outstanding are
+///   forgotten and an answer that arrives later is dropped and counted. Step ids grow; gaps are legal.
+pub trait FfnPort: Send {
+    /// Says what is about to come.
+    ///
+    /// # Errors
+    /// [`FfnLoss::Unavailable`] when a shard has no usable rank.
+    fn begin_step(&mut self, plan: &StepOutline) -> Result<(), FfnLoss>;
+
+    /// Sends the rows of a hop, `[num_rows, hidden]` in the compute dtype, and the side tensors the layer asks for.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the engine then gives up the step.
+    fn dispatch(&mut self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<(), FfnLoss>;
+
+    /// The FFN's output for a dispatched hop, `[num_rows, hidden]` in the compute dtype.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the engine then gives up the step (or, after [`FfnLoss::Rejected`], that stage).
+    fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss>;
+
+    /// The step is over, well or not.
+    fn end_step(&mut self, step: StepId);
+
+    /// Whether every shard has a warm rank. The engine schedules nothing while this is false.
+    fn ready(&self) -> bool;
+
+    /// Called between steps and whenever the engine was woken with nothing to run: adopt new links, drop broken ones.
+    /// Must not wait.
+    fn idle(&mut self);
+}
+
+/// What a step is going to send: bounds for the other side, not facts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepOutline {
+    /// Grows from step to step.
+    pub step: StepId,
+    /// What the step does.
+    pub phase: Phase,
+    /// Rows of each stage, at least 1 each.
+    pub stage_rows: Vec<usize>,
+    /// W3C trace context: the request's when it is alone in the step.
+    pub traceparent: Option<String>,
+    /// Whether the step's hops are to be recorded as spans.
+    pub sampled: bool,
+}
+
+/// What travels with the rows of a hop, as the layer's description asks.
+#[derive(Debug, Default)]
+pub enum SideTensors {
+    /// Nothing: the gate is on the FFN, or the layer is dense.
+    #[default]
+    None,
+    /// `[num_rows, num_experts]` f32
+    RouterLogits(Tensor),
+    /// The chosen experts.
+    TopK {
+        /// `[num_rows, k]` i64
+        ids: Tensor,
+        /// `[num_rows, k]` f32
+        weights: Tensor,
+    },
+    /// `[num_rows]` i64
+    InputIds(Tensor),
+}
+
+/// Why the FFN's output cannot be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FfnLoss {
+    /// A shard's rank is gone and nothing took its place in time. The sequences of the step keep their tokens; trying
+    /// the step again helps once [`FfnPort::ready`].
+    #[error("{peer}: {what}")]
+    Unavailable {
+        /// Which rank or shard, with its address.
+        peer: String,
+        /// What happened, how long was waited and which option changes that.
+        what: String,
+    },
+    /// The FFN refused this hop or failed on it; it lives on. Retrying the same rows does not help.
+    #[error("{hop}: {peer} reported: {what}")]
+    Rejected {
+        /// Which hop.
+        hop: HopKey,
+        /// Which rank.
+        peer: String,
+        /// The FFN's own words.
+        what: String,
+    },
+    /// This process cannot go on (its own device or state is broken).
+    #[error("{what}")]
+    Fatal {
+        /// Why.
+        what: String,
+    },
+}
