@@ -1,8 +1,9 @@
-//! `config.json` of a checkpoint, both dialects of it, as one typed [`ModelConfig`].
-//!
-//! Everything after this module works with these types alone; no other place reads `config.json`. A field that would
-//! change the result and is not understood is refused by name.
-use std::path::Path;
+//! What a checkpoint's configuration says, as types. Every value of these types was checked when it was read; code that
+//! receives one checks nothing again.
+use std::fmt;
+use std::str::FromStr;
+
+use super::ConfigError;
 
 /// A decoder-only language model, every number checked.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -50,6 +51,41 @@ pub enum Architecture {
     DeepseekV2,
     /// `DeepseekV3ForCausalLM` (Kimi-K2 and others that only differ in numbers)
     DeepseekV3,
+}
+
+impl Architecture {
+    /// Every architecture that is served.
+    pub const ALL: [Self; 6] =
+        [Self::Llama, Self::Mixtral, Self::Qwen3Moe, Self::Olmoe, Self::DeepseekV2, Self::DeepseekV3];
+
+    /// As in the `architectures` field of `config.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mixtral => "MixtralForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::Olmoe => "OlmoeForCausalLM",
+            Self::DeepseekV2 => "DeepseekV2ForCausalLM",
+            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
+        }
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Architecture {
+    type Err = ConfigError;
+
+    fn from_str(name: &str) -> Result<Self, ConfigError> {
+        Self::ALL.into_iter().find(|known| known.name() == name).ok_or_else(|| ConfigError::Architecture {
+            found: name.into(),
+            known: Self::ALL.map(Self::name).join(", "),
+        })
+    }
 }
 
 /// Element type of the stored weights.
@@ -255,49 +291,4 @@ pub enum Selection {
         /// Groups that may be chosen from.
         topk_groups: usize,
     },
-}
-
-/// Why a checkpoint's configuration is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// The file cannot be read or is not JSON.
-    #[error("{path}: {what}")]
-    File {
-        /// Which file.
-        path: String,
-        /// Why.
-        what: String,
-    },
-    /// A field is absent.
-    #[error("config.json: `{field}` is missing")]
-    Missing {
-        /// Its name.
-        field: String,
-    },
-    /// A field has a value that is not served.
-    #[error("config.json: `{field}`: {what}")]
-    Field {
-        /// Its name.
-        field: String,
-        /// The value and what would be accepted.
-        what: String,
-    },
-    /// The architecture is not in the registry.
-    #[error("architecture `{found}` is not served; known: {known}")]
-    Architecture {
-        /// As in `architectures`.
-        found: String,
-        /// The registry, comma separated.
-        known: String,
-    },
-}
-
-impl ModelConfig {
-    /// Reads `config.json` (and `generation_config.json`, for the EOS ids) of a checkpoint folder.
-    ///
-    /// # Errors
-    /// [`ConfigError`] names the field; a retry does not help.
-    pub fn load(_folder: &Path) -> Result<Self, ConfigError> {
-        Err(ConfigError::Missing { field: "not written yet".into() })
-    }
 }

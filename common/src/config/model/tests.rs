@@ -1,0 +1,280 @@
+//! Every reference checkpoint's configuration, and what one wrong field does to it.
+use std::path::PathBuf;
+
+use serde_json::{Map, Value, json};
+
+use super::*;
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name)
+}
+
+fn raw(name: &str) -> Map<String, Value> {
+    read_object(&fixture(name).join("config.json")).unwrap()
+}
+
+fn load(name: &str) -> ModelConfig {
+    ModelConfig::load(&fixture(name)).unwrap()
+}
+
+/// The fixture with some fields set, or removed when `null`.
+fn mutated(name: &str, fields: Value) -> Result<ModelConfig, ConfigError> {
+    let mut config = raw(name);
+    for (field, value) in fields.as_object().unwrap() {
+        config.insert(field.clone(), value.clone());
+    }
+    ModelConfig::from_json(&config, None)
+}
+
+fn gqa(config: &ModelConfig) -> &GqaConfig {
+    match &config.attention {
+        AttentionConfig::Gqa(gqa) => gqa,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn mla(config: &ModelConfig) -> &MlaConfig {
+    match &config.attention {
+        AttentionConfig::Mla(mla) => mla,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn llama_is_dense_with_tied_embeddings_and_two_end_tokens() {
+    let config = load("tiny/tiny-llama");
+    assert_eq!(config.architecture, Architecture::Llama);
+    assert_eq!((config.hidden_size, config.vocab_size, config.num_layers()), (64, 768, 4));
+    assert!(config.tie_word_embeddings);
+    assert_eq!(config.dtype, CheckpointDtype::F32);
+    assert_eq!((config.bos_token_id, config.eos_token_ids.as_slice()), (Some(763), [764, 767].as_slice()));
+    assert_eq!((gqa(&config).num_heads, gqa(&config).num_kv_heads, gqa(&config).head_dim), (4, 2, 16));
+    assert_eq!(config.layers[3], FfnConfig::Dense(DenseConfig { intermediate_size: 160, bias: false }));
+}
+
+#[test]
+fn mixtral_renormalises_and_takes_its_head_width_from_hidden_size() {
+    let config = load("tiny/tiny-mixtral");
+    assert_eq!((gqa(&config).head_dim, config.rope.theta), (16, 1e6));
+    let moe = config.moe(0).unwrap();
+    assert_eq!((moe.num_experts, moe.experts_per_token, moe.intermediate_size), (8, 2, 96));
+    assert!(moe.router.normalize && !moe.router.logits_in_f32);
+    assert_eq!(moe.shared_intermediate_size, 0);
+}
+
+#[test]
+fn qwen3_has_its_own_head_width_and_norms_each_head() {
+    let config = load("tiny/tiny-qwen3-moe");
+    assert_eq!((gqa(&config).head_dim, gqa(&config).qk_norm), (32, QkNorm::PerHead));
+    assert_eq!((config.bos_token_id, config.moe(1).unwrap().num_experts), (None, 16));
+    assert!(config.moe(1).unwrap().router.normalize);
+    let published = load("configs/qwen3-30b-a3b");
+    assert_eq!((published.num_layers(), published.moe(47).unwrap().num_experts), (48, 128));
+}
+
+#[test]
+fn qwen3_mixes_dense_layers_in() {
+    let config =
+        mutated("tiny/tiny-qwen3-moe", json!({"decoder_sparse_step": 2, "mlp_only_layers": [3]})).unwrap();
+    let is_moe: Vec<bool> = (0..4).map(|layer| config.moe(layer).is_some()).collect();
+    assert_eq!(is_moe, [false, true, false, false]);
+}
+
+#[test]
+fn olmoe_norms_the_whole_projection_and_does_not_renormalise() {
+    let config = load("tiny/tiny-olmoe");
+    assert_eq!((gqa(&config).qk_norm, gqa(&config).clip_qkv), (QkNorm::Whole, None));
+    assert!(!config.moe(0).unwrap().router.normalize);
+    let clipped = mutated("tiny/tiny-olmoe", json!({"clip_qkv": 8})).unwrap();
+    assert_eq!(gqa(&clipped).clip_qkv, Some(8.0));
+}
+
+#[test]
+fn deepseek_v2_scales_and_ignores_norm_topk_prob() {
+    let config = load("tiny/tiny-deepseek-v2-group");
+    assert_eq!(mla(&config).q_lora_rank, Some(48));
+    assert!(config.moe(0).is_none());
+    let moe = config.moe(1).unwrap();
+    assert_eq!(moe.shared_intermediate_size, 64);
+    assert_eq!(moe.router.selection, Selection::GroupLimited { num_groups: 4, topk_groups: 2 });
+    assert_eq!(
+        (moe.router.scaling_factor, moe.router.normalize, moe.router.logits_in_f32),
+        (4.0, false, true)
+    );
+    let flagged = mutated("tiny/tiny-deepseek-v2-group", json!({"norm_topk_prob": true})).unwrap();
+    assert_eq!(flagged.moe(1), config.moe(1));
+    assert_eq!(
+        config.rope.scaling,
+        RopeScaling::Yarn {
+            factor: 16.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            mscale: Some(0.707),
+            mscale_all_dim: Some(0.707),
+            attention_factor: None,
+            truncate: true,
+            original_max_position_embeddings: 64,
+        }
+    );
+    let lite = load("configs/deepseek-v2-lite");
+    assert_eq!((mla(&lite).q_lora_rank, lite.moe(1).unwrap().shared_intermediate_size), (None, 2816));
+}
+
+#[test]
+fn deepseek_v3_chooses_by_biased_sigmoid_and_ignores_head_dim() {
+    let config = load("tiny/tiny-deepseek-v3");
+    let router = &config.moe(1).unwrap().router;
+    assert_eq!(router.scoring, Scoring::Sigmoid);
+    assert_eq!(router.selection, Selection::NoAuxTc { num_groups: 4, topk_groups: 2 });
+    assert_eq!((router.scaling_factor, router.normalize, router.normalize_eps), (2.5, true, 1e-20));
+    assert_eq!((mla(&config).qk_nope_head_dim, mla(&config).qk_rope_head_dim), (16, 8));
+    assert!(mla(&config).rope_interleave);
+}
+
+#[test]
+fn moe_layers_follow_first_dense_and_frequency() {
+    let config =
+        mutated("tiny/tiny-deepseek-v3", json!({"first_k_dense_replace": 1, "moe_layer_freq": 2})).unwrap();
+    let is_moe: Vec<bool> = (0..4).map(|layer| config.moe(layer).is_some()).collect();
+    assert_eq!(is_moe, [false, false, true, false]);
+}
+
+#[test]
+fn no_shared_experts_may_be_zero_or_null() {
+    for none in [json!(0), Value::Null] {
+        let config = mutated("tiny/tiny-deepseek-v3", json!({"n_shared_experts": none})).unwrap();
+        assert_eq!(config.moe(1).unwrap().shared_intermediate_size, 0);
+    }
+}
+
+#[test]
+fn both_rope_dialects_mean_the_same() {
+    let scaling = json!({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+        "original_max_position_embeddings": 512});
+    let mut new = scaling.clone();
+    new["rope_theta"] = json!(500000.0);
+    let new = mutated("tiny/tiny-llama", json!({"rope_parameters": new})).unwrap();
+    let mut old_scaling = scaling;
+    let kind = old_scaling.as_object_mut().unwrap().remove("rope_type").unwrap();
+    old_scaling["type"] = kind;
+    let old = json!({"rope_parameters": null, "rope_theta": 500000, "rope_scaling": old_scaling});
+    assert_eq!(mutated("tiny/tiny-llama", old).unwrap().rope, new.rope);
+    assert!(matches!(new.rope.scaling, RopeScaling::Llama3 { factor: 8.0, .. }));
+}
+
+#[test]
+fn block_fp8_is_read_and_other_quantisation_refused() {
+    let fp8 = json!({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3",
+        "activation_scheme": "dynamic", "weight_block_size": [128, 128]}});
+    assert_eq!(mutated("tiny/tiny-deepseek-v3", fp8).unwrap().fp8_block, Some((128, 128)));
+    let awq = json!({"quantization_config": {"quant_method": "awq"}});
+    assert_eq!(refused("tiny/tiny-llama", awq), "quantization_config.quant_method");
+    let per_tensor = json!({"quantization_config": {"quant_method": "fp8"}});
+    assert_eq!(refused("tiny/tiny-llama", per_tensor), "quantization_config.weight_block_size");
+}
+
+#[test]
+fn generation_config_overrides_the_end_tokens() {
+    let generation = json!({"eos_token_id": [5, 6]});
+    let config = ModelConfig::from_json(&raw("tiny/tiny-mixtral"), generation.as_object()).unwrap();
+    assert_eq!(config.eos_token_ids, [5, 6]);
+}
+
+#[test]
+fn canonical_form_follows_what_is_computed_only() {
+    let config = load("tiny/tiny-mixtral");
+    let other_end =
+        mutated("tiny/tiny-mixtral", json!({"eos_token_id": 7, "attention_dropout": 0.5})).unwrap();
+    assert_eq!(config.canonical_json(), other_end.canonical_json());
+    let other_eps = mutated("tiny/tiny-mixtral", json!({"rms_norm_eps": 1e-6})).unwrap();
+    assert_ne!(config.canonical_json(), other_eps.canonical_json());
+}
+
+/// The name of the refused field.
+fn refused(name: &str, fields: Value) -> String {
+    match mutated(name, fields) {
+        Err(ConfigError::Field { field, .. } | ConfigError::Missing { field }) => field,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_is_not_served_is_refused_by_name() {
+    let (llama, mixtral, qwen) = ("tiny/tiny-llama", "tiny/tiny-mixtral", "tiny/tiny-qwen3-moe");
+    let (v2, v3) = ("tiny/tiny-deepseek-v2-group", "tiny/tiny-deepseek-v3");
+    let cases = [
+        (llama, json!({"hidden_act": "gelu"}), "hidden_act"),
+        (llama, json!({"pretraining_tp": 2}), "pretraining_tp"),
+        (llama, json!({"num_attention_heads": 0}), "num_attention_heads"),
+        (llama, json!({"num_key_value_heads": 3}), "num_key_value_heads"),
+        (llama, json!({"num_key_value_heads": 0}), "num_key_value_heads"),
+        (llama, json!({"head_dim": 15}), "head_dim"),
+        (llama, json!({"hidden_size": -64}), "hidden_size"),
+        (llama, json!({"hidden_size": 64.5}), "hidden_size"),
+        (llama, json!({"hidden_size": "64"}), "hidden_size"),
+        (llama, json!({"hidden_size": null}), "hidden_size"),
+        (llama, json!({"head_dim": null, "hidden_size": 66}), "hidden_size"),
+        (llama, json!({"hidden_size": 1e300}), "hidden_size"),
+        (llama, json!({"num_hidden_layers": 70000}), "num_hidden_layers"),
+        (llama, json!({"num_hidden_layers": 0}), "num_hidden_layers"),
+        (llama, json!({"vocab_size": 0}), "vocab_size"),
+        (llama, json!({"rms_norm_eps": 0}), "rms_norm_eps"),
+        (llama, json!({"attention_bias": "yes"}), "attention_bias"),
+        (llama, json!({"sliding_window": 128}), "sliding_window"),
+        (llama, json!({"eos_token_id": -1}), "eos_token_id"),
+        (llama, json!({"dtype": "float64"}), "dtype"),
+        (llama, json!({"rope_parameters": {"rope_type": "longrope"}}), "rope_parameters.rope_type"),
+        (llama, json!({"rope_parameters": {"rope_type": "linear"}}), "rope_parameters.factor"),
+        (llama, json!({"rope_parameters": {"rope_theta": 1e4, "factor": 2}}), "rope_parameters.rope_type"),
+        (llama, json!({"rope_parameters": null, "rope_scaling": {"type": "dynamic"}}), "rope_scaling.type"),
+        (llama, json!({"rope_parameters": {"full_attention": {}}}), "rope_parameters.rope_type"),
+        (llama, json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (llama, json!({"logit_scale": 0.0625}), "logit_scale"),
+        (llama, json!({"layer_types": ["sliding_attention"]}), "layer_types"),
+        (mixtral, json!({"num_experts_per_tok": 9}), "num_experts_per_tok"),
+        (mixtral, json!({"num_local_experts": 0}), "num_local_experts"),
+        (mixtral, json!({"attention_bias": true}), "attention_bias"),
+        (qwen, json!({"norm_topk_prob": null}), "norm_topk_prob"),
+        (qwen, json!({"num_experts": 8}), "num_experts"),
+        (qwen, json!({"mlp_only_layers": [4]}), "mlp_only_layers"),
+        (qwen, json!({"decoder_sparse_step": 0}), "decoder_sparse_step"),
+        (v2, json!({"topk_method": "noaux_tc"}), "topk_method"),
+        (v2, json!({"scoring_func": "sigmoid"}), "scoring_func"),
+        (v2, json!({"n_group": 3}), "n_group"),
+        (v2, json!({"topk_group": 5}), "topk_group"),
+        (v2, json!({"topk_group": 1, "num_experts_per_tok": 5}), "num_experts_per_tok"),
+        (v2, json!({"qk_rope_head_dim": 15}), "qk_rope_head_dim"),
+        (v2, json!({"kv_lora_rank": null}), "kv_lora_rank"),
+        (v3, json!({"topk_method": "greedy"}), "topk_method"),
+        (v3, json!({"scoring_func": "softmax"}), "scoring_func"),
+        (v3, json!({"n_group": 16}), "n_group"),
+        (v3, json!({"moe_layer_freq": 0}), "moe_layer_freq"),
+    ];
+    for (name, fields, field) in cases {
+        assert_eq!(refused(name, fields.clone()), field, "{name} with {fields}");
+    }
+}
+
+#[test]
+fn an_unknown_architecture_is_refused_with_the_list_of_known_ones() {
+    let error = mutated("tiny/tiny-llama", json!({"architectures": ["MambaForCausalLM"]})).unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("MambaForCausalLM") && message.contains("DeepseekV3ForCausalLM"), "{message}");
+}
+
+#[test]
+fn harmless_fields_are_ignored() {
+    let plain = load("tiny/tiny-mixtral");
+    let extra = mutated("tiny/tiny-mixtral", json!({"made_up": {"a": 1}, "initializer_range": 9})).unwrap();
+    assert_eq!(extra.canonical_json(), plain.canonical_json());
+}
+
+#[test]
+fn a_broken_file_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    for text in ["{", "[]", ""] {
+        std::fs::write(folder.path().join("config.json"), text).unwrap();
+        let error = ModelConfig::load(folder.path()).unwrap_err();
+        assert!(matches!(&error, ConfigError::File { path, .. } if path.ends_with("config.json")), "{error}");
+    }
+}
