@@ -7,6 +7,7 @@
 
 pub mod config;
 pub mod frame;
+pub mod identity;
 pub mod ids;
 pub mod link;
 pub mod proto;

@@ -1,0 +1,63 @@
+//! What two processes compare before they work together, computed alike on both sides.
+use crate::config::model::{Architecture, ModelConfig};
+use crate::frame::RowType;
+use crate::proto::v1;
+
+/// Which side computes the router of a mixture of experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GatePlacement {
+    /// The FFN routes the rows it receives.
+    #[default]
+    Ffn,
+    /// Attention routes and sends its choice along.
+    Attention,
+}
+
+impl From<GatePlacement> for v1::GatePlacement {
+    fn from(gate: GatePlacement) -> Self {
+        match gate {
+            GatePlacement::Ffn => Self::Ffn,
+            GatePlacement::Attention => Self::Attention,
+        }
+    }
+}
+
+impl Architecture {
+    /// The Hugging Face name, as `config.json` has it under `architectures`.
+    pub fn hf_name(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mixtral => "MixtralForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::Olmoe => "OlmoeForCausalLM",
+            Self::DeepseekV2 => "DeepseekV2ForCausalLM",
+            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
+        }
+    }
+}
+
+/// What `Join` compares field by field. `fingerprint` is the weights' own (see `weights`).
+pub fn model_identity(
+    config: &ModelConfig,
+    fingerprint: &str,
+    activations: RowType,
+    gate: GatePlacement,
+) -> v1::ModelIdentity {
+    v1::ModelIdentity {
+        fingerprint: fingerprint.to_owned(),
+        architecture: config.architecture.hf_name().to_owned(),
+        hidden_size: config.hidden_size as u32,
+        num_layers: config.layers.len() as u32,
+        activation_dtype: dtype(activations).into(),
+        gate_placement: v1::GatePlacement::from(gate).into(),
+    }
+}
+
+/// The protocol's name of a row type.
+pub fn dtype(rows: RowType) -> v1::Dtype {
+    match rows {
+        RowType::F32 => v1::Dtype::F32,
+        RowType::Bf16 => v1::Dtype::Bf16,
+    }
+}
