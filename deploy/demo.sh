@@ -92,16 +92,17 @@ link_in_use() {
 }
 
 picture() {
-    local link
-    link=$(link_in_use)
-    link=${link:-link}
+    local share="half of the experts" wire
+    if [[ -n $model_kind ]]; then share="half of every FFN"; fi
+    wire=$(printf '%-5.5s' "$(link_in_use)")
     cat <<PICTURE
 
-             tokens                   rows of every layer
-      you ◀──────────▶ attention-svc ◀──────────────────▶ ffn-svc  shard 0 of 2
-                       KV cache       ◀─────────────────▶ ffn-svc  shard 1 of 2
-                       sampling             over $link           experts
-
+              ┌─ attention-svc ─────┐              ┌─ ffn-svc 0/2 ───────┐
+   tokens ◀──▶│ requests, KV cache, │◀─── $wire ──▶│ $(printf '%-19s' "$share") │
+              │ attention, sampling │◀───────┐     └─────────────────────┘
+              └─────────────────────┘        │     ┌─ ffn-svc 1/2 ───────┐
+                                             └────▶│ $(printf '%-19s' "$share") │
+          each layer: rows go over, sums come back └─────────────────────┘
 PICTURE
 }
 
