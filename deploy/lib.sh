@@ -5,9 +5,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 DEPS=$ROOT/.deps
 
 if [[ -t 2 && -z ${NO_COLOR:-} && ${TERM:-dumb} != dumb ]]; then
-    BOLD=$'\e[1m' DIM=$'\e[2m' RED=$'\e[31m' GREEN=$'\e[32m' YELLOW=$'\e[33m' CYAN=$'\e[36m' PLAIN=$'\e[0m'
+    BOLD=$'\e[1m' RED=$'\e[31m' GREEN=$'\e[32m' YELLOW=$'\e[33m' CYAN=$'\e[36m' PLAIN=$'\e[0m'
 else
-    BOLD='' DIM='' RED='' GREEN='' YELLOW='' CYAN='' PLAIN=''
+    BOLD='' RED='' GREEN='' YELLOW='' CYAN='' PLAIN=''
 fi
 
 heading() { printf '\n%s▸ %s%s\n' "$BOLD$CYAN" "$*" "$PLAIN" >&2; }

@@ -7,7 +7,8 @@ usage() {
     cat <<USAGE
 usage: bash deploy/test.sh [--full]
 
-  --full   also the long tests (AFD_TEST_FULL=1), a release build and the licences (where cargo-deny is installed)
+  --full   also the long tests (AFD_TEST_FULL=1), the documentation, the demo (a release build) and the licences
+           (where cargo-deny is installed)
 USAGE
 }
 
@@ -30,8 +31,9 @@ step() {
 }
 
 shell_scripts_parse() {
-    for script in "$ROOT"/deploy/*.sh; do bash -n "$script" || return; done
-    if command -v shellcheck >/dev/null 2>&1; then shellcheck --external-sources "$ROOT"/deploy/*.sh; fi
+    local scripts=("$ROOT"/deploy/*.sh "$ROOT"/deploy/*/*.sh)
+    for script in "${scripts[@]}"; do bash -n "$script" || return; done
+    if command -v shellcheck >/dev/null 2>&1; then shellcheck "${scripts[@]}"; fi
 }
 
 cd "$ROOT"
@@ -39,11 +41,12 @@ if [[ $full == yes ]]; then export AFD_TEST_FULL=1; fi
 
 step "set-up" bash deploy/setup.sh
 step "model for the tests" bash deploy/model.sh --dense --source pypi >/dev/null
-step "scripts" shell_scripts_parse
+step "shell scripts" shell_scripts_parse
 step "formatting" cargo fmt --all --check
 step "lints" cargo clippy --workspace --all-targets --locked -- -D warnings
 if [[ $full == yes ]]; then
-    step "release build" cargo build --workspace --release --locked
+    step "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
+    step "demo" bash deploy/demo.sh --port 0
     if cargo deny --version >/dev/null 2>&1; then
         step "licences and advisories" cargo deny --workspace check --config deploy/deny.toml
     else
