@@ -18,7 +18,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(PROTOS, [&root])?;
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().compile_fds(descriptors)?;
+    // Frames are not copied between the stream and the link.
+    tonic_prost_build::configure()
+        .bytes(".afd.v1.StreamStagesRequest.frame")
+        .bytes(".afd.v1.StreamStagesResponse.frame")
+        .compile_fds(descriptors)?;
     // Unit tests of this crate run against libtorch without LD_LIBRARY_PATH.
     let torch = std::env::var("DEP_TCH_LIBTORCH_LIB")?;
     println!("cargo:rustc-link-arg=-Wl,-rpath,{torch}");

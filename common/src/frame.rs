@@ -7,13 +7,19 @@
 //!  6  side    u8                 26  stage   u8         44  side_columns u32          bytes 0..60)
 //!  7  flags   u8                 27..32 reserved, zero
 //! ```
-//! Little-endian. The body is the rows `[rows, columns]` of `dtype`, then the side tensors of the dispatch, in the
-//! order of [`SideKind`]. A header that fails its checksum means the stream cannot be trusted any further; a body that
-//! fails its own is dropped and the link reset. Nothing is ever used before it was verified.
+//! Little-endian; `flags` and what is reserved are zero. The body is the rows `[rows, columns]` of `dtype`, then the
+//! side tensors of the dispatch, in the order of [`SideKind`]; an error or close frame has neither and carries text
+//! instead. A header that fails its checksum means the stream cannot be trusted any further; a body that fails its own
+//! is dropped and the link reset. Nothing is ever used before it was verified.
+use crc_fast::{CrcAlgorithm, Digest};
+
 use crate::ids::{Epoch, HopKey, LayerIdx, StageIdx, StepId};
 
 /// Size of an encoded [`FrameHeader`], bytes.
 pub const HEADER_BYTES: usize = 64;
+
+/// Most bytes of the body of an error or close frame, whatever was agreed for rows.
+pub const MAX_TEXT_BYTES: u32 = 2048;
 
 /// First four bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AFD1";
@@ -28,6 +34,21 @@ pub enum FrameKind {
     Combine = 2,
     /// FFN to attention: the dispatch failed; the body is `u32` gRPC code and a UTF-8 message.
     Error = 3,
+    /// Either way: the sender ends the link; the body is the reason in UTF-8. Links keep it to themselves.
+    Close = 4,
+}
+
+impl FrameKind {
+    fn from_wire(value: u8) -> Option<Self> {
+        [Self::Dispatch, Self::Combine, Self::Error, Self::Close]
+            .into_iter()
+            .find(|kind| *kind as u8 == value)
+    }
+
+    /// Whether the body is text (behind a code, in an error frame) instead of rows.
+    fn is_text(self) -> bool {
+        matches!(self, Self::Error | Self::Close)
+    }
 }
 
 /// Element type of the rows.
@@ -41,6 +62,10 @@ pub enum RowType {
 }
 
 impl RowType {
+    fn from_wire(value: u8) -> Option<Self> {
+        [Self::F32, Self::Bf16].into_iter().find(|dtype| *dtype as u8 == value)
+    }
+
     /// Size of one element.
     pub fn bytes(self) -> usize {
         match self {
@@ -66,6 +91,12 @@ pub enum SideKind {
 }
 
 impl SideKind {
+    fn from_wire(value: u8) -> Option<Self> {
+        [Self::None, Self::RouterLogits, Self::TopK, Self::InputIds]
+            .into_iter()
+            .find(|side| *side as u8 == value)
+    }
+
     /// Bytes of side tensors per row.
     pub fn bytes_per_row(self, side_columns: usize) -> usize {
         match self {
@@ -100,16 +131,289 @@ pub struct FrameHeader {
     pub body_bytes: u32,
 }
 
+/// What a receiver agreed to before it sizes anything by a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameLimits {
+    /// Most rows of a frame.
+    pub max_rows: u32,
+    /// Most bytes of a body of rows; text has [`MAX_TEXT_BYTES`].
+    pub max_body_bytes: u32,
+}
+
+/// Why bytes are not a frame, or not one that was agreed to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// Something else speaks on this connection, or the stream lost its place.
+    #[error("starts with {found:02x?} instead of \"AFD1\"")]
+    Magic {
+        /// What was there.
+        found: [u8; 4],
+    },
+    /// The header was changed on its way.
+    #[error("header checksum is {found:08x}, computed {computed:08x}")]
+    HeaderChecksum {
+        /// As sent.
+        found: u32,
+        /// As computed here.
+        computed: u32,
+    },
+    /// The body was changed on its way.
+    #[error("body checksum is {found:08x}, computed {computed:08x}")]
+    BodyChecksum {
+        /// As sent.
+        found: u32,
+        /// As computed here.
+        computed: u32,
+    },
+    /// A field has a value this version does not know.
+    #[error("unknown {field}: {value}")]
+    Unknown {
+        /// Name of the field.
+        field: &'static str,
+        /// What was there.
+        value: u8,
+    },
+    /// More than was agreed.
+    #[error("{field} is {found}, agreed are at most {limit}")]
+    OverLimit {
+        /// Name of the field.
+        field: &'static str,
+        /// What was announced.
+        found: u64,
+        /// What was agreed.
+        limit: u64,
+    },
+    /// The body's size does not follow from rows, columns, dtype and side tensors.
+    #[error("body_bytes is {found}, shape and dtype make it {expected}")]
+    BodySize {
+        /// What was announced.
+        found: u64,
+        /// What it has to be.
+        expected: u64,
+    },
+}
+
 impl FrameHeader {
-    /// What `rows`, `columns`, `dtype` and the side tensors make necessary, bytes. Cannot overflow: computed in u64.
-    pub fn expected_body_bytes(&self) -> u64 {
-        let rows = u64::from(self.rows);
-        rows * u64::from(self.columns) * self.dtype.bytes() as u64
-            + rows * self.side.bytes_per_row(self.side_columns as usize) as u64
+    /// The header on the wire, of a body with checksum `body_crc` (see [`body_crc`]).
+    pub fn encode(&self, body_crc: u32) -> [u8; HEADER_BYTES] {
+        let mut out = [0; HEADER_BYTES];
+        out[..4].copy_from_slice(&MAGIC);
+        out[4] = self.kind as u8;
+        out[5] = self.dtype as u8;
+        out[6] = self.side as u8;
+        out[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
+        out[16..24].copy_from_slice(&self.hop.step.0.to_le_bytes());
+        out[24..26].copy_from_slice(&self.hop.layer.0.to_le_bytes());
+        out[26] = self.hop.stage.0;
+        out[32..36].copy_from_slice(&self.rows.to_le_bytes());
+        out[36..40].copy_from_slice(&self.columns.to_le_bytes());
+        out[40..44].copy_from_slice(&self.body_bytes.to_le_bytes());
+        out[44..48].copy_from_slice(&self.side_columns.to_le_bytes());
+        out[56..60].copy_from_slice(&body_crc.to_le_bytes());
+        let header_crc = crc32c(&out[..60]);
+        out[60..].copy_from_slice(&header_crc.to_le_bytes());
+        out
+    }
+
+    /// A verified header within `limits`, and the checksum its body must have.
+    ///
+    /// # Errors
+    /// [`FrameError`]; nothing behind these bytes can be trusted then.
+    pub fn decode(bytes: &[u8; HEADER_BYTES], limits: &FrameLimits) -> Result<(Self, u32), FrameError> {
+        if bytes[..4] != MAGIC {
+            return Err(FrameError::Magic { found: field(bytes, 0) });
+        }
+        let (found, computed) = (u32::from_le_bytes(field(bytes, 60)), crc32c(&bytes[..60]));
+        if found != computed {
+            return Err(FrameError::HeaderChecksum { found, computed });
+        }
+        let unknown = |field, value| FrameError::Unknown { field, value };
+        if let Some(value) =
+            [7, 27, 28, 29, 30, 31].into_iter().chain(48..56).map(|i| bytes[i]).find(|b| *b != 0)
+        {
+            return Err(unknown("flags", value));
+        }
+        let header = Self {
+            kind: FrameKind::from_wire(bytes[4]).ok_or(unknown("kind", bytes[4]))?,
+            dtype: RowType::from_wire(bytes[5]).ok_or(unknown("dtype", bytes[5]))?,
+            side: SideKind::from_wire(bytes[6]).ok_or(unknown("side", bytes[6]))?,
+            epoch: Epoch(u64::from_le_bytes(field(bytes, 8))),
+            hop: HopKey {
+                step: StepId(u64::from_le_bytes(field(bytes, 16))),
+                layer: LayerIdx(u16::from_le_bytes(field(bytes, 24))),
+                stage: StageIdx(bytes[26]),
+            },
+            rows: u32::from_le_bytes(field(bytes, 32)),
+            columns: u32::from_le_bytes(field(bytes, 36)),
+            body_bytes: u32::from_le_bytes(field(bytes, 40)),
+            side_columns: u32::from_le_bytes(field(bytes, 44)),
+        };
+        header.check(limits)?;
+        Ok((header, u32::from_le_bytes(field(bytes, 56))))
+    }
+
+    /// Whether the frame is one that was agreed to: rows and bytes within `limits`, and a body as large as the shape
+    /// says. Senders and receivers ask the same question.
+    ///
+    /// # Errors
+    /// [`FrameError::OverLimit`] or [`FrameError::BodySize`].
+    pub fn check(&self, limits: &FrameLimits) -> Result<(), FrameError> {
+        let at_most = |field, found: u32, limit: u32| match found <= limit {
+            true => Ok(()),
+            false => Err(FrameError::OverLimit { field, found: found.into(), limit: limit.into() }),
+        };
+        if self.kind.is_text() {
+            return at_most("body_bytes", self.body_bytes, MAX_TEXT_BYTES);
+        }
+        at_most("rows", self.rows, limits.max_rows)?;
+        at_most("body_bytes", self.body_bytes, limits.max_body_bytes)?;
+        match (u64::from(self.body_bytes), self.expected_body_bytes()) {
+            (found, Some(expected)) if found == expected => Ok(()),
+            (found, expected) => Err(FrameError::BodySize { found, expected: expected.unwrap_or(u64::MAX) }),
+        }
+    }
+
+    /// What `rows`, `columns`, `dtype` and the side tensors make necessary, bytes; `None` when that exceeds u64.
+    pub fn expected_body_bytes(&self) -> Option<u64> {
+        let row = u64::from(self.columns) * self.dtype.bytes() as u64
+            + self.side.bytes_per_row(self.side_columns as usize) as u64;
+        row.checked_mul(u64::from(self.rows))
     }
 
     /// The identity of a hop in a test or an example.
     pub fn key(step: u64, layer: u16, stage: u8) -> HopKey {
         HopKey { step: StepId(step), layer: LayerIdx(layer), stage: StageIdx(stage) }
+    }
+}
+
+/// Whether `body` is what its sender computed `found` of.
+///
+/// # Errors
+/// [`FrameError::BodyChecksum`]; the body must not be used then.
+pub fn verify_body(body: &[u8], found: u32) -> Result<(), FrameError> {
+    match crc32c(body) {
+        computed if computed == found => Ok(()),
+        computed => Err(FrameError::BodyChecksum { found, computed }),
+    }
+}
+
+/// Checksum of a body that is the concatenation of `parts`.
+pub fn body_crc(parts: &[&[u8]]) -> u32 {
+    match parts {
+        [] => crc32c(&[]),
+        [only] => crc32c(only),
+        _ => {
+            let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
+            parts.iter().for_each(|part| digest.update(part));
+            digest.finalize() as u32
+        }
+    }
+}
+
+/// CRC-32C (Castagnoli), with the widest carry-less multiplication the CPU has.
+fn crc32c(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// `N` bytes at a fixed place.
+fn field<const N: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; N] {
+    std::array::from_fn(|i| bytes[at + i])
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMITS: FrameLimits = FrameLimits { max_rows: 64, max_body_bytes: 1 << 20 };
+
+    fn any_header() -> impl Strategy<Value = FrameHeader> {
+        let kinds = prop_oneof![Just(FrameKind::Dispatch), Just(FrameKind::Combine)];
+        let dtypes = prop_oneof![Just(RowType::F32), Just(RowType::Bf16)];
+        let sides = prop_oneof![
+            Just(SideKind::None),
+            Just(SideKind::RouterLogits),
+            Just(SideKind::TopK),
+            Just(SideKind::InputIds)
+        ];
+        let ids = (any::<u64>(), any::<u64>(), any::<u16>(), any::<u8>());
+        (kinds, dtypes, sides, ids, 0..=64u32, 0..2048u32, 0..64u32).prop_map(
+            |(kind, dtype, side, (epoch, step, layer, stage), rows, columns, side_columns)| {
+                let hop = FrameHeader::key(step, layer, stage);
+                let epoch = Epoch(epoch);
+                let mut header =
+                    FrameHeader { kind, dtype, side, epoch, hop, rows, columns, side_columns, body_bytes: 0 };
+                header.body_bytes = header.expected_body_bytes().unwrap() as u32;
+                header
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_is_decoded(header in any_header(), crc in any::<u32>()) {
+            prop_assert_eq!(FrameHeader::decode(&header.encode(crc), &LIMITS), Ok((header, crc)));
+        }
+
+        #[test]
+        fn every_flipped_bit_of_a_header_is_noticed(header in any_header(), crc in any::<u32>()) {
+            for bit in 0..HEADER_BYTES * 8 {
+                let mut bytes = header.encode(crc);
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                prop_assert!(FrameHeader::decode(&bytes, &LIMITS).is_err(), "bit {}", bit);
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_pass_and_never_panic(bytes in any::<[u8; HEADER_BYTES]>()) {
+            prop_assert!(FrameHeader::decode(&bytes, &LIMITS).is_err());
+        }
+
+        #[test]
+        fn checksum_of_parts_is_that_of_the_whole(body in prop::collection::vec(any::<u8>(), 0..700), at in 0..700usize) {
+            let (left, right) = body.split_at(at.min(body.len()));
+            prop_assert_eq!(body_crc(&[left, right]), body_crc(&[&body]));
+            prop_assert_eq!(verify_body(&body, body_crc(&[left, right])), Ok(()));
+        }
+    }
+
+    #[test]
+    fn checksum_is_crc32c() {
+        assert_eq!(body_crc(&[b"123456789"]), 0xe306_9283);
+        assert_eq!(body_crc(&[]), 0);
+    }
+
+    #[test]
+    fn numbers_of_a_peer_are_refused_before_they_size_anything() {
+        let header = FrameHeader {
+            kind: FrameKind::Dispatch,
+            dtype: RowType::F32,
+            side: SideKind::None,
+            epoch: Epoch(1),
+            hop: FrameHeader::key(1, 2, 0),
+            rows: 2,
+            columns: 3,
+            side_columns: 0,
+            body_bytes: 24,
+        };
+        let decode = |header: FrameHeader| FrameHeader::decode(&header.encode(0), &LIMITS).map(|_| ());
+        assert_eq!(decode(header), Ok(()));
+        let rows = decode(FrameHeader { rows: 65, ..header });
+        assert_eq!(rows, Err(FrameError::OverLimit { field: "rows", found: 65, limit: 64 }));
+        let size = decode(FrameHeader { body_bytes: 25, ..header });
+        assert_eq!(size, Err(FrameError::BodySize { found: 25, expected: 24 }));
+        let huge = decode(FrameHeader { body_bytes: u32::MAX, ..header });
+        assert!(matches!(huge, Err(FrameError::OverLimit { field: "body_bytes", .. })));
+        let text = decode(FrameHeader { kind: FrameKind::Error, body_bytes: MAX_TEXT_BYTES + 1, ..header });
+        assert!(matches!(text, Err(FrameError::OverLimit { .. })));
+        let mut flags = header.encode(0);
+        flags[7] = 1;
+        let crc = crc32c(&flags[..60]);
+        flags[60..].copy_from_slice(&crc.to_le_bytes());
+        assert_eq!(
+            FrameHeader::decode(&flags, &LIMITS),
+            Err(FrameError::Unknown { field: "flags", value: 1 })
+        );
     }
 }

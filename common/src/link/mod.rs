@@ -4,13 +4,27 @@
 //! nothing else: it does not schedule, retry, reconnect or look into rows. `loopback`, `tcp` and `inline` implement it;
 //! shared memory joins them later. Channels that a CUDA stream drives have a seam of their own.
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex};
-use std::time::Instant;
+use std::sync::Arc;
 
-use crate::frame::FrameHeader;
+use crate::frame::{FrameHeader, FrameLimits};
 use crate::ids::Epoch;
 
+#[doc(hidden)]
+pub mod contract;
+mod credits;
+mod doorbell;
+pub mod grants;
+mod in_frame;
+mod inbox;
+pub mod loopback;
 pub mod pool;
+mod port;
+mod stats;
+pub mod tcp;
+
+pub use doorbell::Doorbell;
+pub use in_frame::{Body, InFrame};
+pub use stats::{LinkCounts, LinkStats};
 
 /// One end of a link.
 ///
@@ -18,14 +32,17 @@ pub mod pool;
 /// Every implementation passes the one suite in `link::contract`.
 /// - **Ordering.** Frames arrive in the order they were sent, whole, at most once. Receivers must nevertheless match by
 ///   key, never by order.
-/// - **Never blocks.** [`send`](Self::send) returns at once. The sender keeps at most [`Limits::credits`] frames
-///   unanswered; rings are sized for that when the link is opened, so a sender within its credits always has room, and
-///   two ends can never wait for each other. Sending beyond that is [`LinkError::NoCredit`], a mistake of the caller.
+/// - **Never blocks.** [`send`](Self::send) returns at once. At most [`Limits::credits`] dispatches are unanswered per
+///   direction, where a combine or error frame with the dispatch's key is its answer; rings are sized for that when the
+///   link is opened, so a sender within its credits always has room, and two ends can never wait for each other. One
+///   dispatch more is [`LinkError::NoCredit`]; a key that is already in flight, or an answer to what was not asked, is
+///   [`LinkError::BadFrame`]: mistakes of the caller, the link lives on.
 /// - **Buffer lifetime.** `send` has copied or written everything when it returns; the caller may reuse its memory. A
-///   received [`InFrame`] owns its body until it is dropped; dropping gives the buffer back to the link's pool.
+///   received [`InFrame`] owns its body until it is dropped; dropping gives the buffer back to the link's pool. The
+///   body's address is aligned to nothing in particular.
 /// - **Verified.** A received frame has the link's epoch, a known kind, a body of the size its header announces, at
-///   most [`Limits::max_rows`] rows, and correct checksums. A frame of another epoch is dropped and counted; any other
-///   fault breaks the link.
+///   most [`Limits::max_rows`] rows, and correct checksums. A frame of another epoch, an answer nobody waits for and a
+///   dispatch that is already here are dropped and counted ([`LinkStats`]); any other fault breaks the link.
 /// - **Wake-up.** The link rings the [`Doorbell`] it was made with whenever `poll_recv` may have something new to say,
 ///   the end of the link included.
 /// - **Loss.** Once broken, `poll_recv` first hands out what had arrived whole, then reports the same error for ever;
@@ -51,6 +68,9 @@ pub trait HopLink: Send {
 
     /// Ends the link in both directions and tells the peer why.
     fn close(&mut self, reason: &str);
+
+    /// What went through it so far; outlives the link.
+    fn stats(&self) -> Arc<LinkStats>;
 }
 
 /// Kinds of host-driven links.
@@ -95,11 +115,24 @@ pub struct Limits {
     pub max_body_bytes: u32,
 }
 
+impl Limits {
+    /// Bytes of the largest body: `max_rows` rows of `row_bytes` (hidden states, and the widest side tensors of any
+    /// layer). Both ends compute it from what they agreed on. `None` when a frame cannot be that large.
+    pub fn body_bytes(max_rows: u32, row_bytes: usize) -> Option<u32> {
+        u64::from(max_rows).checked_mul(row_bytes as u64)?.try_into().ok()
+    }
+
+    /// What a receiver checks headers against.
+    pub fn frame_limits(&self) -> FrameLimits {
+        FrameLimits { max_rows: self.max_rows, max_body_bytes: self.max_body_bytes }
+    }
+}
+
 /// Why a link cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LinkError {
-    /// The caller sent more frames than its credits allow before any was answered.
-    #[error("{peer}: {credits} frames are already in flight")]
+    /// The caller sent more dispatches than its credits allow before any was answered.
+    #[error("{peer}: {credits} dispatches are already in flight")]
     NoCredit {
         /// The other end.
         peer: String,
@@ -138,69 +171,4 @@ pub enum LinkError {
         /// The transport's own words.
         what: String,
     },
-}
-
-/// Wakes an engine thread that sleeps until one of its links has something to say.
-///
-/// One bell per engine, shared by all its links. Rings are counted, so none is lost between looking and sleeping:
-/// read [`count`](Self::count), poll every link, then [`wait`](Self::wait) with the count read before.
-#[derive(Clone, Default)]
-pub struct Doorbell {
-    inner: Arc<(Mutex<u64>, Condvar)>,
-}
-
-impl Doorbell {
-    /// Wakes the waiting engine thread. Cheap; may be called from any thread.
-    pub fn ring(&self) {
-        let (count, condvar) = &*self.inner;
-        *count.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += 1;
-        condvar.notify_one();
-    }
-
-    /// Rings so far.
-    pub fn count(&self) -> u64 {
-        *self.inner.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// Sleeps until the bell rang after `seen` was read, or until `deadline` (`None`: no limit).
-    /// Returns whether it rang.
-    pub fn wait(&self, seen: u64, deadline: Option<Instant>) -> bool {
-        let (count, condvar) = &*self.inner;
-        let mut now = count.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        while *now == seen {
-            match deadline {
-                None => now = condvar.wait(now).unwrap_or_else(|poisoned| poisoned.into_inner()),
-                Some(deadline) => {
-                    let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
-                    now = condvar.wait_timeout(now, left).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
-                }
-            }
-        }
-        true
-    }
-}
-
-/// A received, verified frame. Dropping it gives the body's buffer back to the link's pool.
-pub struct InFrame {
-    /// Identity and shape.
-    pub header: FrameHeader,
-    body: pool::PooledBuf,
-}
-
-impl InFrame {
-    /// For implementations of [`HopLink`].
-    pub fn new(header: FrameHeader, body: pool::PooledBuf) -> Self {
-        Self { header, body }
-    }
-
-    /// The rows, and the side tensors behind them.
-    pub fn body(&self) -> &[u8] {
-        self.body.bytes()
-    }
-}
-
-impl fmt::Debug for InFrame {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InFrame").field("header", &self.header).finish_non_exhaustive()
-    }
 }

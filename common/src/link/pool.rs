@@ -1,52 +1,93 @@
-//! Buffers for received bodies that are made when a link is opened and come back when a frame is dropped, so that the
-//! per-hop path allocates nothing.
+//! Buffers that are made when a link is opened and come back when what was in them is dropped, so that the per-hop path
+//! allocates nothing.
 use std::sync::{Arc, Mutex};
+
+use super::stats::LinkStats;
 
 /// A set of equally large buffers.
 #[derive(Clone)]
 pub struct Pool {
     free: Arc<Mutex<Vec<Vec<u8>>>>,
     capacity_bytes: usize,
+    stats: Arc<LinkStats>,
 }
 
 impl Pool {
-    /// `count` buffers with room for `capacity_bytes` each.
-    pub fn new(count: usize, capacity_bytes: usize) -> Self {
-        let free = (0..count).map(|_| Vec::with_capacity(capacity_bytes)).collect();
-        Self { free: Arc::new(Mutex::new(free)), capacity_bytes }
+    /// `count` buffers of `capacity_bytes` each. Their pages are taken from the system at first use.
+    pub fn new(count: usize, capacity_bytes: usize, stats: Arc<LinkStats>) -> Self {
+        let free = (0..count).map(|_| vec![0; capacity_bytes]).collect();
+        Self { free: Arc::new(Mutex::new(free)), capacity_bytes, stats }
     }
 
-    /// An empty buffer with room for the agreed size. Makes a new one when a receiver holds on to more frames than
-    /// the link's credits allow for, which a peer cannot bring about.
-    pub fn take(&self) -> PooledBuf {
-        let mut free = self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let buf = free.pop().unwrap_or_else(|| Vec::with_capacity(self.capacity_bytes));
-        PooledBuf { buf, home: Arc::clone(&self.free) }
+    /// A buffer whose first `len` bytes are to be overwritten. Makes a new one (and counts it) when a receiver holds on
+    /// to more frames than the link's credits allow for, which a peer cannot bring about.
+    pub fn take(&self, len: usize) -> PooledBuf {
+        let recycled = self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).pop();
+        let mut buf = recycled.unwrap_or_else(|| {
+            self.stats.buffer_grown();
+            vec![0; self.capacity_bytes]
+        });
+        if buf.len() < len {
+            buf.resize(len, 0);
+        }
+        PooledBuf { buf, len, home: Arc::clone(&self.free) }
     }
 }
 
 /// A buffer that goes back to its pool when dropped.
 pub struct PooledBuf {
+    // Stays as long as it was made, so that no byte is ever cleared just to be overwritten.
     buf: Vec<u8>,
+    len: usize,
     home: Arc<Mutex<Vec<Vec<u8>>>>,
 }
 
 impl PooledBuf {
     /// What was written.
     pub fn bytes(&self) -> &[u8] {
-        &self.buf
+        &self.buf[..self.len]
     }
 
     /// For the link that fills it.
-    pub fn vec_mut(&mut self) -> &mut Vec<u8> {
-        &mut self.buf
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.buf[..self.len]
+    }
+
+    /// Fills it with the concatenation of `parts`, which is as long as what was asked for.
+    pub(super) fn copy_parts(&mut self, parts: &[&[u8]]) {
+        let mut rest = self.bytes_mut();
+        for part in parts {
+            let (here, behind) = rest.split_at_mut(part.len());
+            here.copy_from_slice(part);
+            rest = behind;
+        }
     }
 }
 
 impl Drop for PooledBuf {
     fn drop(&mut self) {
-        let mut buf = std::mem::take(&mut self.buf);
-        buf.clear();
+        let buf = std::mem::take(&mut self.buf);
         self.home.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buf);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back_and_more_are_made_only_when_held() {
+        let stats = Arc::new(LinkStats::default());
+        let pool = Pool::new(2, 8, Arc::clone(&stats));
+        for _ in 0..5 {
+            let (mut first, second) = (pool.take(3), pool.take(8));
+            first.copy_parts(&[b"a", b"", b"bc"]);
+            assert_eq!((first.bytes(), second.bytes().len()), (&b"abc"[..], 8));
+        }
+        assert_eq!(stats.counts().buffers_grown, 0);
+        let held = [pool.take(1), pool.take(1), pool.take(1)];
+        assert_eq!(stats.counts().buffers_grown, 1);
+        drop(held);
+        assert_eq!(pool.free.lock().unwrap().len(), 3);
     }
 }

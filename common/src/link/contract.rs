@@ -1,0 +1,405 @@
+//! The contract of [`HopLink`] as tests, run by every implementation through [`contract_tests!`]. A wait that is not
+//! answered within [`PATIENCE`] fails the test.
+use std::time::{Duration, Instant};
+
+use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkKind};
+use crate::frame::{FrameHeader, FrameKind, RowType, SideKind, body_crc};
+use crate::ids::{Epoch, HopKey};
+
+/// Longest wait for anything.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Makes ends of one implementation.
+pub trait Fixture {
+    /// Two ends joined to each other.
+    fn pair(&self, a: Limits, b: Limits) -> (Side, Side);
+
+    /// An end, and in place of the other one its bare transport. `None` where nothing is encoded.
+    fn raw(&self, limits: Limits) -> Option<(Side, Box<dyn Wire>)>;
+}
+
+/// What a peer can do that does not keep to the rules.
+pub trait Wire {
+    /// Sends these bytes: a frame, or what looks like one.
+    fn write(&mut self, bytes: &[u8]);
+    /// Sends as much of a frame as the transport can send of one, and breaks off without a word.
+    fn cut_within(self: Box<Self>, frame: &[u8]);
+}
+
+/// One end with the bell it rings.
+pub struct Side {
+    /// The end.
+    pub link: Box<dyn HopLink>,
+    bell: Doorbell,
+}
+
+impl Side {
+    /// Of any implementation.
+    pub fn new(link: impl HopLink + 'static, bell: Doorbell) -> Self {
+        Self { link: Box::new(link), bell }
+    }
+
+    /// What `poll_recv` says next, waiting for the bell.
+    fn next(&mut self) -> Result<InFrame, LinkError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let seen = self.bell.count();
+            if let Some(frame) = self.link.poll_recv()? {
+                return Ok(frame);
+            }
+            assert!(self.bell.wait(seen, Some(deadline)), "the bell did not ring");
+        }
+    }
+
+    fn dispatch(&mut self, step: u64, body: &[u8]) -> Result<(), LinkError> {
+        self.link.send(rows(FrameKind::Dispatch, FrameHeader::key(step, 0, 0), body), &[body])
+    }
+
+    fn answer(&mut self, hop: HopKey, body: &[u8]) -> Result<(), LinkError> {
+        self.link.send(rows(FrameKind::Combine, hop, body), &[body])
+    }
+}
+
+const EPOCH: Epoch = Epoch(0xfeed_0001);
+const MAX_ROWS: u32 = 512;
+const COLUMNS: u32 = 64;
+
+/// What the tests agree on: two credits, up to 512 rows of 64 f32 with their side tensors.
+pub fn limits(peer: &str) -> Limits {
+    Limits {
+        kind: LinkKind::Loopback,
+        peer: peer.into(),
+        epoch: EPOCH,
+        credits: 2,
+        max_rows: MAX_ROWS,
+        max_body_bytes: MAX_ROWS * (COLUMNS * 4 + 64),
+    }
+}
+
+/// A header for `body` as rows of [`COLUMNS`] f32.
+fn rows(kind: FrameKind, hop: HopKey, body: &[u8]) -> FrameHeader {
+    FrameHeader {
+        kind,
+        dtype: RowType::F32,
+        side: SideKind::None,
+        epoch: Epoch(0),
+        hop,
+        rows: body.len() as u32 / (COLUMNS * 4),
+        columns: COLUMNS,
+        side_columns: 0,
+        body_bytes: body.len() as u32,
+    }
+}
+
+fn body(num_rows: u32, seed: u64) -> Vec<u8> {
+    (0..u64::from(num_rows * COLUMNS * 4))
+        .map(|i| (i.wrapping_mul(31) ^ seed.wrapping_mul(97)) as u8)
+        .collect()
+}
+
+/// A dispatch frame as bytes.
+fn encoded(epoch: Epoch, step: u64, body: &[u8]) -> Vec<u8> {
+    let header = FrameHeader { epoch, ..rows(FrameKind::Dispatch, FrameHeader::key(step, 0, 0), body) };
+    [&header.encode(body_crc(&[body])), body].concat()
+}
+
+fn pair(fixture: &dyn Fixture) -> (Side, Side) {
+    fixture.pair(limits("B"), limits("A"))
+}
+
+/// Frames arrive whole and in order, from no row to as many as agreed, and their answers too.
+pub fn frames_arrive_whole_and_in_order(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    for (step, num_rows) in [0, 1, 7, MAX_ROWS, 0, 33].into_iter().enumerate() {
+        let (step, sent) = (step as u64, body(num_rows, step as u64));
+        a.dispatch(2 * step, &sent).unwrap();
+        a.dispatch(2 * step + 1, &[]).unwrap();
+        let first = b.next().unwrap();
+        assert_eq!((first.header.rows, first.header.epoch), (num_rows, EPOCH));
+        assert_eq!(first.body(), sent);
+        let second = b.next().unwrap();
+        assert_eq!([first.header.hop.step.0, second.header.hop.step.0], [2 * step, 2 * step + 1]);
+        b.answer(second.header.hop, &[]).unwrap();
+        b.answer(first.header.hop, &sent).unwrap();
+        assert_eq!(a.next().unwrap().header.hop, second.header.hop);
+        assert_eq!(a.next().unwrap().body(), sent);
+    }
+    assert_eq!(b.link.poll_recv().unwrap().map(|frame| frame.header), None);
+    let (sent, received) = (a.link.stats().counts(), b.link.stats().counts());
+    assert_eq!((sent.frames_sent, sent.bytes_sent), (received.frames_received, received.bytes_received));
+    assert_eq!((sent.frames_sent, sent.frames_received), (12, 12));
+}
+
+/// Side tensors come behind the rows, the parts of a body are joined, and an error frame carries its text.
+pub fn side_tensors_and_text_travel(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    for (side, side_columns, per_row) in
+        [(SideKind::RouterLogits, 8, 32), (SideKind::TopK, 2, 16), (SideKind::InputIds, 1, 8)]
+    {
+        let (hidden, beside) = (body(3, 5), vec![side as u8; 3 * per_row]);
+        let plain = rows(FrameKind::Dispatch, FrameHeader::key(side as u64, 3, 1), &hidden);
+        let header =
+            FrameHeader { side, side_columns, body_bytes: (hidden.len() + beside.len()) as u32, ..plain };
+        a.link.send(header, &[&hidden, &[], &beside[..5], &beside[5..]]).unwrap();
+        let frame = b.next().unwrap();
+        assert_eq!(frame.header, FrameHeader { epoch: EPOCH, ..header });
+        assert_eq!(frame.body(), [&hidden[..], &beside[..]].concat());
+        let text = b"\x03\0\0\0layer 3 wants router logits";
+        let error = FrameHeader {
+            kind: FrameKind::Error,
+            rows: 0,
+            columns: 0,
+            body_bytes: text.len() as u32,
+            ..rows(FrameKind::Error, frame.header.hop, &[])
+        };
+        b.link.send(error, &[text]).unwrap();
+        let frame = a.next().unwrap();
+        assert_eq!((frame.header.kind, frame.body()), (FrameKind::Error, &text[..]));
+    }
+}
+
+/// A sender beyond its credits is told so, and may go on once it was answered.
+pub fn credits_bound_what_is_in_flight(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    a.dispatch(1, &body(1, 1)).unwrap();
+    assert!(matches!(a.dispatch(1, &[]), Err(LinkError::BadFrame { .. })), "the same hop twice");
+    a.dispatch(2, &body(1, 2)).unwrap();
+    assert_eq!(a.dispatch(3, &[]), Err(LinkError::NoCredit { peer: "B".into(), credits: 2 }));
+    let first = b.next().unwrap().header.hop;
+    assert_eq!(a.dispatch(3, &[]), Err(LinkError::NoCredit { peer: "B".into(), credits: 2 }));
+    assert!(matches!(b.answer(FrameHeader::key(9, 0, 0), &[]), Err(LinkError::BadFrame { .. })));
+    b.answer(first, &[]).unwrap();
+    assert!(matches!(b.answer(first, &[]), Err(LinkError::BadFrame { .. })), "answered twice");
+    assert_eq!(a.next().unwrap().header.hop, first);
+    a.dispatch(3, &[]).unwrap();
+    // The other direction has credits of its own.
+    b.dispatch(100, &[]).unwrap();
+    assert_eq!(a.next().unwrap().header.hop.step.0, 100);
+}
+
+/// What was not agreed is refused by `send` and leaves the link as it was.
+pub fn frames_that_were_not_agreed_are_not_sent(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    let bad = |result| matches!(result, Err(LinkError::BadFrame { .. }));
+    assert!(bad(a.dispatch(1, &body(MAX_ROWS + 1, 0))), "too many rows");
+    let header = rows(FrameKind::Dispatch, FrameHeader::key(1, 0, 0), &body(2, 0));
+    assert!(bad(a.link.send(header, &[&body(1, 0)])), "parts too small");
+    assert!(bad(a.link.send(FrameHeader { columns: 65, ..header }, &[&body(2, 0)])), "another shape");
+    assert!(
+        bad(a.link.send(FrameHeader { kind: FrameKind::Close, ..header }, &[&body(2, 0)])),
+        "a link's own"
+    );
+    a.dispatch(1, &body(2, 0)).unwrap();
+    assert_eq!(b.next().unwrap().body(), body(2, 0));
+}
+
+/// Frames of another epoch never reach the engine.
+pub fn another_epoch_is_dropped_and_counted(fixture: &dyn Fixture) {
+    let other = Limits { epoch: Epoch(EPOCH.0 - 1), ..limits("B") };
+    let (mut a, mut b) = fixture.pair(other, limits("A"));
+    a.dispatch(1, &body(3, 1)).unwrap();
+    a.dispatch(2, &[]).unwrap();
+    b.dispatch(3, &[]).unwrap();
+    a.link.close("done");
+    assert!(b.next().is_err());
+    let counts = b.link.stats().counts();
+    assert_eq!((counts.dropped_epoch, counts.frames_received, counts.frames_held), (2, 0, 0));
+    if let Some((mut side, mut wire)) = fixture.raw(limits("raw")) {
+        wire.write(&encoded(Epoch(1), 1, &body(MAX_ROWS, 1)));
+        wire.write(&encoded(EPOCH, 2, &body(1, 2)));
+        assert_eq!(side.next().unwrap().header.hop.step.0, 2);
+        assert_eq!(side.link.stats().counts().dropped_epoch, 1);
+    }
+}
+
+/// A frame that is on the wire twice reaches the engine once.
+pub fn a_duplicate_is_dropped_and_counted(fixture: &dyn Fixture) {
+    let Some((mut side, mut wire)) = fixture.raw(limits("raw")) else { return };
+    let unasked = FrameHeader { epoch: EPOCH, ..rows(FrameKind::Combine, FrameHeader::key(5, 0, 0), &[]) };
+    wire.write(&encoded(EPOCH, 1, &body(1, 1)));
+    wire.write(&encoded(EPOCH, 1, &body(1, 1)));
+    assert_eq!(side.next().unwrap().header.hop.step.0, 1);
+    wire.write(&unasked.encode(0));
+    wire.write(&encoded(EPOCH, 2, &[]));
+    assert_eq!(side.next().unwrap().header.hop.step.0, 2);
+    let counts = side.link.stats().counts();
+    assert_eq!((counts.dropped_duplicate, counts.dropped_unasked), (1, 1));
+}
+
+/// Damage on the wire ends the link after what came before it, and no damaged row is ever seen.
+pub fn a_corrupt_frame_breaks_the_link(fixture: &dyn Fixture) {
+    let good = encoded(EPOCH, 1, &body(2, 1));
+    let oversized =
+        FrameHeader { epoch: EPOCH, ..rows(FrameKind::Dispatch, HopKey::default(), &body(MAX_ROWS + 1, 0)) };
+    let flipped = |at: usize| {
+        let mut bytes = encoded(EPOCH, 2, &body(2, 2));
+        bytes[at] ^= 1;
+        bytes
+    };
+    for bad in [flipped(0), flipped(17), flipped(63), flipped(64), flipped(300), oversized.encode(0).to_vec()]
+    {
+        let Some((mut side, mut wire)) = fixture.raw(limits("raw")) else { return };
+        wire.write(&good);
+        wire.write(&bad);
+        assert_eq!(side.next().unwrap().body(), body(2, 1));
+        let error = side.next().unwrap_err();
+        assert!(matches!(error, LinkError::Corrupt { .. }), "{error}");
+        assert_eq!(side.link.poll_recv().unwrap_err(), error, "the same for ever");
+        assert_eq!(side.dispatch(7, &[]).unwrap_err(), error);
+    }
+}
+
+/// More dispatches than credits allow for are the peer's mistake.
+pub fn a_peer_beyond_its_credits_breaks_the_link(fixture: &dyn Fixture) {
+    let Some((mut side, mut wire)) = fixture.raw(limits("raw")) else { return };
+    (1..=3).for_each(|step| wire.write(&encoded(EPOCH, step, &[])));
+    for step in 1..=2 {
+        assert_eq!(side.next().unwrap().header.hop.step.0, step);
+    }
+    assert!(matches!(side.next().unwrap_err(), LinkError::Corrupt { .. }));
+}
+
+/// A transport that ends without a word is a loss, after what had arrived whole.
+pub fn a_truncated_stream_is_lost(fixture: &dyn Fixture) {
+    for cut_frame in [encoded(EPOCH, 2, &body(4, 2)), Vec::new()] {
+        let Some((mut side, mut wire)) = fixture.raw(limits("raw")) else { return };
+        wire.write(&encoded(EPOCH, 1, &body(2, 1)));
+        wire.cut_within(&cut_frame);
+        assert_eq!(side.next().unwrap().body(), body(2, 1));
+        let error = side.next().unwrap_err();
+        assert!(matches!(error, LinkError::Lost { .. }), "{error}");
+        assert_eq!(side.link.poll_recv().unwrap_err(), error, "the same for ever");
+    }
+}
+
+/// The peer learns why a link was closed, after the frames sent before.
+pub fn close_is_seen_with_its_reason_after_earlier_frames(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    a.dispatch(1, &body(MAX_ROWS, 1)).unwrap();
+    a.dispatch(2, &[]).unwrap();
+    a.link.close("draining");
+    a.link.close("again");
+    let closed = |peer: &str| LinkError::Closed { peer: peer.into(), reason: "draining".into() };
+    assert_eq!(a.dispatch(3, &[]), Err(closed("B")));
+    assert_eq!(a.next().unwrap_err(), closed("B"));
+    assert_eq!(b.next().unwrap().body(), body(MAX_ROWS, 1));
+    assert_eq!(b.next().unwrap().header.hop.step.0, 2);
+    assert_eq!(b.next().unwrap_err(), closed("A"));
+    assert_eq!(b.next().unwrap_err(), closed("A"));
+    assert_eq!(b.answer(FrameHeader::key(1, 0, 0), &[]), Err(closed("A")));
+}
+
+/// Dropping an end closes it for the other one.
+pub fn dropping_an_end_closes_the_link(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    a.dispatch(1, &body(9, 1)).unwrap();
+    drop(a);
+    assert_eq!(b.next().unwrap().body(), body(9, 1));
+    assert!(matches!(b.next().unwrap_err(), LinkError::Closed { .. }));
+}
+
+/// Memory of received frames comes back and is used again.
+pub fn buffers_are_returned_and_reused(fixture: &dyn Fixture) {
+    let (mut a, mut b) = pair(fixture);
+    for step in 0..50 {
+        a.dispatch(step, &body(5, step)).unwrap();
+        let frame = b.next().unwrap();
+        assert_eq!(b.link.stats().counts().frames_held, 1);
+        let (hop, echo) = (frame.header.hop, frame.body().to_vec());
+        drop(frame);
+        b.answer(hop, &echo).unwrap();
+        assert_eq!(a.next().unwrap().body(), body(5, step));
+    }
+    for side in [&a, &b] {
+        let counts = side.link.stats().counts();
+        assert_eq!((counts.frames_held, counts.buffers_grown), (0, 0));
+    }
+    // A frame outlives its link.
+    a.dispatch(99, &body(5, 99)).unwrap();
+    let frame = b.next().unwrap();
+    drop((a, b));
+    assert_eq!(frame.body(), body(5, 99));
+}
+
+/// Two engines on two threads exchange hops without losing, doubling or waiting for ever.
+pub fn two_threads_exchange_ten_thousand_hops(fixture: &dyn Fixture) {
+    const HOPS: u64 = 10_000;
+    let (mut a, mut b) = pair(fixture);
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for _ in 0..HOPS {
+                let frame = b.next().unwrap();
+                b.answer(frame.header.hop, frame.body()).unwrap();
+            }
+            assert!(matches!(b.next().unwrap_err(), LinkError::Closed { .. }));
+        });
+        let (mut sent, mut answered) = (0, 0);
+        while answered < HOPS {
+            while sent < HOPS && sent - answered < 2 {
+                a.dispatch(sent, &body((sent % 5) as u32, sent)).unwrap();
+                sent += 1;
+            }
+            let frame = a.next().unwrap();
+            let step = frame.header.hop.step.0;
+            assert_eq!((step, frame.body()), (answered, &body((step % 5) as u32, step)[..]));
+            answered += 1;
+        }
+        a.link.close("done");
+    });
+}
+
+/// A peer that does not read holds nobody up.
+pub fn sending_never_blocks(fixture: &dyn Fixture) {
+    let large = |peer| Limits { max_rows: 1 << 16, max_body_bytes: (1 << 16) * COLUMNS * 4, ..limits(peer) };
+    let sent = body(1 << 16, 0);
+    let at_once = |side: &mut Side| {
+        let started = Instant::now();
+        side.dispatch(1, &sent).unwrap();
+        side.dispatch(2, &sent).unwrap();
+        assert!(matches!(side.dispatch(3, &sent), Err(LinkError::NoCredit { .. })));
+        side.link.close("nobody reads");
+        assert!(started.elapsed() < PATIENCE / 4, "took {:?}", started.elapsed());
+    };
+    let (mut a, mut b) = fixture.pair(large("B"), large("A"));
+    at_once(&mut a);
+    assert_eq!(b.next().unwrap().body(), sent);
+    assert_eq!(b.next().unwrap().body(), sent);
+    assert!(matches!(b.next().unwrap_err(), LinkError::Closed { .. }));
+    if let Some((mut side, _wire)) = fixture.raw(large("raw")) {
+        at_once(&mut side);
+        let started = Instant::now();
+        drop(side);
+        assert!(started.elapsed() < PATIENCE / 4, "dropping took {:?}", started.elapsed());
+    }
+}
+
+/// One `#[test]` per clause, for a value of a type that implements [`Fixture`].
+#[doc(hidden)]
+#[macro_export]
+macro_rules! link_contract_tests {
+    ($fixture:expr; $($name:ident)*) => {
+        $(#[test]
+        fn $name() {
+            $crate::link::contract::$name(&$fixture);
+        })*
+    };
+    ($fixture:expr) => {
+        $crate::link_contract_tests! { $fixture;
+            frames_arrive_whole_and_in_order
+            side_tensors_and_text_travel
+            credits_bound_what_is_in_flight
+            frames_that_were_not_agreed_are_not_sent
+            another_epoch_is_dropped_and_counted
+            a_duplicate_is_dropped_and_counted
+            a_corrupt_frame_breaks_the_link
+            a_peer_beyond_its_credits_breaks_the_link
+            a_truncated_stream_is_lost
+            close_is_seen_with_its_reason_after_earlier_frames
+            dropping_an_end_closes_the_link
+            buffers_are_returned_and_reused
+            two_threads_exchange_ten_thousand_hops
+            sending_never_blocks
+        }
+    };
+}
+pub use crate::link_contract_tests as contract_tests;

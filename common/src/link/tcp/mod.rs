@@ -1,0 +1,125 @@
+//! Frames on a TCP connection: the link of hosts without a GPU fabric.
+//!
+//! `send` tries a non-blocking write from the caller's memory, which nearly always takes the whole frame; what is left
+//! goes to a [writer thread](outbox). A reader thread reads whole frames into pooled buffers, verifies them and rings
+//! the bell. [`attach`] says how a connection becomes a link. A shutdown of the socket ends every blocking call, so both
+//! threads are joined when the link is dropped.
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use socket2::{SockRef, TcpKeepalive};
+
+use super::loopback::receive_pool;
+use super::port::Port;
+use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
+use crate::frame::{FrameHeader, HEADER_BYTES, MAX_TEXT_BYTES, body_crc};
+
+pub mod attach;
+mod outbox;
+mod reader;
+
+pub use attach::{AttachError, MAGIC, accept, answer, dial};
+use outbox::Outbox;
+
+/// Longest time that dropping a link waits for a peer that does not take what was sent before.
+const LINGER: Duration = Duration::from_millis(250);
+
+/// One end of a link over TCP.
+pub struct TcpLink {
+    port: Port,
+    stream: Arc<TcpStream>,
+    outbox: Arc<Outbox>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl TcpLink {
+    /// Over a connection on which nothing but frames follows in either direction.
+    ///
+    /// # Errors
+    /// The system refused a socket option or a thread.
+    pub fn new(stream: TcpStream, limits: Limits, bell: Doorbell) -> io::Result<Self> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(None)?;
+        stream.set_write_timeout(None)?;
+        let keepalive =
+            TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
+        SockRef::from(&stream).set_tcp_keepalive(&keepalive.with_retries(3))?;
+
+        let frame_bytes = HEADER_BYTES + limits.max_body_bytes.max(MAX_TEXT_BYTES) as usize;
+        let outbox = Arc::new(Outbox::new(2 * limits.credits as usize + 1, frame_bytes));
+        let port = Port::new(limits, bell);
+        let stream = Arc::new(stream);
+        let mut link = Self { port, stream, outbox, threads: Vec::with_capacity(2) };
+        let (stream, outbox) = (Arc::clone(&link.stream), Arc::clone(&link.outbox));
+        link.threads.push(Builder::new().name("tcp-write".into()).spawn(move || outbox.run(&stream))?);
+        let reader = reader::Reader {
+            stream: Arc::clone(&link.stream),
+            inbox: Arc::clone(&link.port.inbox),
+            outbox: Arc::clone(&link.outbox),
+            pool: receive_pool(&link.port),
+            limits: link.port.limits.frame_limits(),
+        };
+        link.threads.push(Builder::new().name("tcp-read".into()).spawn(move || reader.run())?);
+        Ok(link)
+    }
+
+    fn write(&self, header: &FrameHeader, body: &[&[u8]]) -> io::Result<()> {
+        let encoded = header.encode(body_crc(body));
+        self.outbox.write(&self.stream, &encoded, body)
+    }
+}
+
+impl HopLink for TcpLink {
+    fn limits(&self) -> &Limits {
+        &self.port.limits
+    }
+
+    fn send(&mut self, mut header: FrameHeader, body: &[&[u8]]) -> Result<(), LinkError> {
+        self.port.check_send(&mut header, body)?;
+        if let Err(error) = self.write(&header, body) {
+            // The reader still hands out what came before, the peer's farewell included; then it ends the link.
+            let _ = self.stream.shutdown(Shutdown::Both);
+            return Err(self.port.inbox.lost(error));
+        }
+        self.port.handle_sent(&header);
+        Ok(())
+    }
+
+    fn poll_recv(&mut self) -> Result<Option<InFrame>, LinkError> {
+        self.port.poll_recv()
+    }
+
+    fn close(&mut self, reason: &str) {
+        if self.port.inbox.ended().is_some() {
+            return;
+        }
+        self.port.inbox.end(self.port.inbox.closed(reason));
+        let (header, text) = self.port.close_frame(reason);
+        // A failure means that the peer is gone already.
+        let _ = self.write(&header, &[text]);
+        self.outbox.finish();
+    }
+
+    fn stats(&self) -> Arc<LinkStats> {
+        Arc::clone(&self.port.inbox.stats)
+    }
+}
+
+impl Drop for TcpLink {
+    fn drop(&mut self) {
+        self.close("the other end was dropped");
+        self.outbox.finish();
+        self.outbox.wait_done(LINGER);
+        let _ = self.stream.shutdown(Shutdown::Both);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,116 @@
+//! The contract over real sockets, and the handshake.
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::link::LinkKind;
+use crate::link::contract::{self, Fixture, PATIENCE, Side, Wire};
+use crate::link::grants::{GrantSpec, Grants, LinkId, Refusal, Secret, Ticket};
+
+struct Tcp;
+
+fn listen() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
+}
+
+fn ticket() -> Ticket {
+    Ticket { link_id: LinkId(7), secret: Secret::from_slice(b"0123456789abcdef").unwrap() }
+}
+
+impl Fixture for Tcp {
+    fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {
+        let (listener, address) = listen();
+        let bells = (Doorbell::default(), Doorbell::default());
+        let bell = bells.1.clone();
+        let accepting = thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            accept(stream, PATIENCE, |_| Ok((b, bell, ()))).unwrap().0
+        });
+        let left = dial(address, &ticket(), a, bells.0.clone(), PATIENCE).unwrap();
+        (Side::new(left, bells.0), Side::new(accepting.join().unwrap(), bells.1))
+    }
+
+    fn raw(&self, limits: Limits) -> Option<(Side, Box<dyn Wire>)> {
+        let (listener, address) = listen();
+        let wire = TcpStream::connect(address).unwrap();
+        let bell = Doorbell::default();
+        let link = TcpLink::new(listener.accept().unwrap().0, limits, bell.clone()).unwrap();
+        Some((Side::new(link, bell), Box::new(wire)))
+    }
+}
+
+impl Wire for TcpStream {
+    fn write(&mut self, bytes: &[u8]) {
+        self.write_all(bytes).unwrap();
+    }
+
+    fn cut_within(mut self: Box<Self>, frame: &[u8]) {
+        self.write_all(&frame[..frame.len() / 2]).unwrap();
+        self.shutdown(Shutdown::Write).unwrap();
+    }
+}
+
+contract::contract_tests!(Tcp);
+
+#[test]
+fn a_link_attaches_with_a_granted_ticket_and_with_no_other() {
+    let mut grants = Grants::new(crate::ids::Epoch(5), PATIENCE, 4);
+    let spec =
+        GrantSpec { kind: LinkKind::Tcp, peer: "A0".into(), credits: 1, max_rows: 1, max_body_bytes: 64 };
+    let grant = grants.grant(spec, "session", Instant::now(), &mut rand::rng()).unwrap();
+    let (listener, address) = listen();
+    let serving = thread::spawn(move || {
+        let mut served = || {
+            accept(listener.accept().unwrap().0, PATIENCE, |ticket| {
+                let (limits, session) = grants.attach(ticket, LinkKind::Tcp, Instant::now())?;
+                Ok((limits, Doorbell::default(), session))
+            })
+            .map(|(link, session)| (link.limits().epoch, session))
+        };
+        [served(), served(), served()].map(|result| result.map_err(|error| error.to_string()))
+    });
+    let limits = Limits { peer: "F0".into(), ..grant.limits.clone() };
+    let dial = |ticket| dial(address, ticket, limits.clone(), Doorbell::default(), PATIENCE);
+    let wrong = Ticket { link_id: grant.ticket.link_id, ..ticket() };
+    let refused = dial(&wrong).err().unwrap();
+    assert!(matches!(refused, AttachError::Refused { refusal: Refusal::Unknown, .. }), "{refused}");
+    dial(&grant.ticket).unwrap();
+    assert!(dial(&grant.ticket).is_err(), "a ticket works once");
+    let [first, second, third] = serving.join().unwrap();
+    assert!(first.unwrap_err().contains("no link is granted"));
+    assert_eq!(second.unwrap(), (grant.limits.epoch, "session"));
+    assert!(third.is_err());
+}
+
+#[test]
+fn both_ends_of_the_handshake_have_a_deadline() {
+    let (listener, address) = listen();
+    let timeout = Duration::from_millis(50);
+    let limits = contract::limits("silent");
+    let silent = dial(address, &ticket(), limits.clone(), Doorbell::default(), timeout).err().unwrap();
+    assert!(matches!(silent, AttachError::Timeout { .. }), "{silent}");
+    let (stream, _) = listener.accept().unwrap();
+    let _dialer = TcpStream::connect(address).unwrap();
+    drop(stream);
+    let (stream, _) = listener.accept().unwrap();
+    let error = accept(stream, timeout, |_| Ok((limits, Doorbell::default(), ()))).err().unwrap();
+    assert!(matches!(error, AttachError::Timeout { .. }), "{error}");
+}
+
+#[test]
+fn what_is_no_link_is_named() {
+    let (listener, address) = listen();
+    let mut dialer = TcpStream::connect(address).unwrap();
+    dialer.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let error = accept(listener.accept().unwrap().0, PATIENCE, |_| {
+        Ok((contract::limits("x"), Doorbell::default(), ()))
+    });
+    assert!(matches!(error.err().unwrap(), AttachError::Protocol { .. }));
+    let mut rest = Vec::new();
+    let _ = dialer.read_to_end(&mut rest);
+    assert!(rest.is_empty());
+}
