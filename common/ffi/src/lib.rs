@@ -1,1 +1,45 @@
-//! Unsafe code lives here.
+//! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
+//! of a tensor as a slice ([`memory`]), and control over this process ([`process`]).
+//!
+//! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
+
+mod mapped;
+pub mod memory;
+pub mod process;
+
+pub use mapped::MappedFile;
+
+/// Why foreign memory cannot be used as asked.
+#[derive(Debug, thiserror::Error)]
+pub enum FfiError {
+    /// The operating system refused.
+    #[error("{what}: {source}")]
+    Os {
+        /// What was tried.
+        what: String,
+        /// The system's words.
+        source: std::io::Error,
+    },
+    /// The view would reach outside its memory.
+    #[error("bytes {begin}..{end} of {len}")]
+    OutOfRange {
+        /// First byte.
+        begin: usize,
+        /// One past the last byte.
+        end: usize,
+        /// Bytes there are.
+        len: usize,
+    },
+    /// The element type needs another alignment; copy instead.
+    #[error("address is not a multiple of {align}")]
+    Misaligned {
+        /// What the element type needs, bytes.
+        align: usize,
+    },
+    /// Only dense, contiguous CPU tensors have memory that can be seen as a slice.
+    #[error("tensor {0} cannot be seen as a slice")]
+    NotASlice(String),
+    /// libtorch refused.
+    #[error(transparent)]
+    Torch(#[from] tch::TchError),
+}

@@ -1,0 +1,46 @@
+//! Control over this process: how its compute threads wait, how many they are, what they are called.
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use crate::FfiError;
+
+const WAIT_POLICY: &str = "OMP_WAIT_POLICY";
+
+/// Replaces this process by itself with `OMP_WAIT_POLICY=PASSIVE`, unless the variable is set to anything already.
+///
+/// libgomp lets idle threads spin, and reads its setting before `main`, so it cannot be changed from within. With
+/// several processes on few cores spinning costs more than ten times the work. Call this first in `main`, before any
+/// thread or file is opened: process id, arguments, environment and standard streams stay the same.
+///
+/// Returns when there is nothing to do.
+///
+/// # Errors
+/// [`FfiError::Os`] when the program cannot be started again; going on without is correct, only slow.
+pub fn reexec_with_passive_wait() -> Result<(), FfiError> {
+    if std::env::var_os(WAIT_POLICY).is_some() {
+        return Ok(());
+    }
+    let fail = |source| FfiError::Os { what: format!("starting again with {WAIT_POLICY}=PASSIVE"), source };
+    let program = std::env::current_exe().map_err(fail)?;
+    let mut arguments = std::env::args_os();
+    let mut command = Command::new(program);
+    if let Some(name) = arguments.next() {
+        command.arg0(name);
+    }
+    Err(fail(command.args(arguments).env(WAIT_POLICY, "PASSIVE").exec()))
+}
+
+/// Threads that one tensor operation may use, for every thread that has not computed yet. Call before the engine starts.
+pub fn set_compute_threads(threads: usize) {
+    tch::set_num_threads(i32::try_from(threads.max(1)).unwrap_or(i32::MAX));
+}
+
+/// Names the calling thread, for debuggers and `top -H`. Cut to 15 bytes.
+pub fn name_this_thread(name: &str) {
+    let mut bytes = [0u8; 16];
+    for (to, &from) in bytes[..15].iter_mut().zip(name.as_bytes()) {
+        *to = from;
+    }
+    // SAFETY: `bytes` is a NUL-terminated string that the kernel only reads during the call.
+    unsafe { libc::prctl(libc::PR_SET_NAME, bytes.as_ptr()) };
+}
