@@ -4,7 +4,9 @@
 //! `engine` (one OS thread, owns the device) → [`model`] (attention of every layer) → `remote_ffn` ⇢ the FFN role ⇢
 //! `sampler` → `text` (detokenizer) → `api`.
 pub mod engine;
+pub mod kv_cache;
 pub mod model;
 pub mod request;
+pub mod sampler;
 pub mod scheduler;
 pub mod text;
