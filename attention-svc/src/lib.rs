@@ -6,6 +6,7 @@
 pub mod engine;
 pub mod kv_cache;
 pub mod model;
+pub mod remote_ffn;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;

@@ -1,0 +1,93 @@
+//! What the engine thread and the control task of one FFN rank say to each other.
+//!
+//! The control task (tokio) joins, opens links and keeps the session's lease; the engine thread moves rows. An edge is
+//! born in the control task, crosses over once in [`EdgeEvent::Up`], and dies on whichever side notices first: the
+//! engine through [`Edge::abandon`], the control task through [`EdgeEvent::Down`].
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use afd_common::frame::RowType;
+use afd_common::ids::Shard;
+use afd_common::link::HopLink;
+use afd_common::proto::v1;
+use tokio::sync::mpsc;
+
+use super::hop_table::EdgeId;
+
+/// A joined FFN rank with an open link, as the engine holds it.
+pub struct Edge {
+    /// Never reused.
+    pub id: EdgeId,
+    /// For people: "F0 at 127.0.0.1:7001".
+    pub peer: Arc<str>,
+    /// Which part of every layer it owns.
+    pub shard: Shard,
+    /// Element type of what comes back.
+    pub combine_dtype: RowType,
+    /// Most rows of a hop.
+    pub max_rows: u32,
+    /// Where rows travel.
+    pub link: Box<dyn HopLink>,
+    /// The way to its control task; none in the monolithic mode.
+    pub control: Option<EdgeControl>,
+    /// It said that it is about to stop: used only while nothing else serves its shard.
+    pub draining: bool,
+}
+
+/// The engine's way to the control task of an edge.
+#[derive(Clone)]
+pub struct EdgeControl {
+    /// Plans, in order. Full means that the control plane is slow: the plan is dropped and counted.
+    pub plans: mpsc::Sender<v1::StepPlan>,
+    /// Why the engine gave the edge up.
+    pub abandon: mpsc::Sender<String>,
+    /// How far the rank says it is.
+    pub progress: Arc<Progress>,
+}
+
+/// When an FFN rank last said that it had begun another hop. Written by the control task, read by the engine.
+#[derive(Debug, Default)]
+pub struct Progress {
+    last_us: AtomicU64,
+}
+
+impl Progress {
+    /// It moved on, at this time on the engine's clock.
+    pub fn handle_moved(&self, now_us: u64) {
+        self.last_us.fetch_max(now_us, Ordering::Relaxed);
+    }
+
+    /// When it last moved on; 0 before the first time.
+    pub fn last_us(&self) -> u64 {
+        self.last_us.load(Ordering::Relaxed)
+    }
+}
+
+impl Edge {
+    /// Tells both the rank and the control task that this edge is given up, and ends it.
+    pub fn abandon(mut self, why: &str) {
+        self.link.close(why);
+        if let Some(control) = &self.control {
+            // A full queue holds an earlier reason; a closed one means that the task has ended by itself.
+            let _ = control.abandon.try_send(why.to_owned());
+        }
+    }
+}
+
+/// What control tasks tell the engine thread.
+pub enum EdgeEvent {
+    /// A rank has joined and its link is open.
+    Up(Edge),
+    /// The session of an edge has ended.
+    Down {
+        /// Which edge.
+        id: EdgeId,
+        /// For people.
+        why: String,
+    },
+    /// The rank is about to stop; it finishes what it has.
+    Draining {
+        /// Which edge.
+        id: EdgeId,
+    },
+}

@@ -1,0 +1,110 @@
+//! The hops a step waits for: their rows, which shard still owes its part, and what was refused.
+use afd_common::frame::{FrameHeader, FrameKind, RowType};
+use afd_common::ids::{HopKey, StepId};
+use afd_common::link::InFrame;
+use tch::{Kind, Tensor};
+
+use super::edge::Edge;
+use super::hop_table::{Arrival, HopTable};
+use super::kept::Kept;
+use crate::engine::FfnLoss;
+
+/// Outstanding hops of the current step.
+#[derive(Default)]
+pub struct Outstanding {
+    /// Who owes what.
+    pub table: HopTable<Tensor>,
+    kept: Vec<Kept>,
+    rejected: Option<FfnLoss>,
+    current: StepId,
+}
+
+impl Outstanding {
+    /// Opens a hop and keeps its rows.
+    pub fn keep(&mut self, kept: Kept, num_shards: usize) {
+        self.current = kept.key.step;
+        self.table.handle_open(kept.key, num_shards);
+        self.kept.push(kept);
+    }
+
+    /// The kept rows of a hop.
+    pub fn kept(&self, key: HopKey) -> Option<&Kept> {
+        self.kept.iter().find(|kept| kept.key == key)
+    }
+
+    /// Rows of all outstanding hops together.
+    pub fn num_rows(&self) -> u32 {
+        self.kept.iter().map(|kept| kept.num_rows).sum()
+    }
+
+    /// Puts an answer of `edge` where it belongs.
+    ///
+    /// # Errors
+    /// Why the edge cannot be trusted any more.
+    pub fn handle_frame(
+        &mut self,
+        edge: &Edge,
+        frame: &InFrame,
+        hidden_size: u32,
+    ) -> Result<Arrival, String> {
+        let FrameHeader { kind, hop, rows, columns, dtype, .. } = frame.header;
+        let Some(sent) = self.kept(hop) else {
+            // Of a step that was given up, or an answer to something never asked.
+            return if hop.step <= self.current {
+                Ok(Arrival::Unknown)
+            } else {
+                Err(format!("{hop} was never sent"))
+            };
+        };
+        match kind {
+            FrameKind::Combine => {
+                let expected = (sent.num_rows, hidden_size, edge.combine_dtype);
+                if (rows, columns, dtype) != expected {
+                    return Err(format!(
+                        "{hop}: came back as {rows} × {columns} {dtype:?}, expected {} × {} {:?}",
+                        expected.0, expected.1, expected.2
+                    ));
+                }
+                let shape = [i64::from(rows), i64::from(columns)];
+                let part = Tensor::f_from_data_size(frame.body(), &shape, row_kind(dtype))
+                    .map_err(|error| format!("{hop}: {error}"))?;
+                Ok(self.table.handle_arrival(hop, edge.shard.index() as usize, edge.id, part))
+            }
+            FrameKind::Error => {
+                let what = String::from_utf8_lossy(frame.body().get(4..).unwrap_or_default()).into_owned();
+                self.rejected = Some(FfnLoss::Rejected { hop, peer: edge.peer.to_string(), what });
+                Ok(Arrival::Accepted)
+            }
+            FrameKind::Dispatch | FrameKind::Close => {
+                Err(format!("{hop}: an FFN rank sent a {kind:?} frame"))
+            }
+        }
+    }
+
+    /// What an FFN rank refused, once.
+    pub fn take_rejected(&mut self) -> Option<FfnLoss> {
+        self.rejected.take()
+    }
+
+    /// The parts of a complete hop in shard order; its rows are let go.
+    pub fn take(&mut self, key: HopKey) -> Option<Vec<Tensor>> {
+        let parts = self.table.take(key)?;
+        self.kept.retain(|kept| kept.key != key);
+        Some(parts)
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self) {
+        self.table.clear();
+        self.kept.clear();
+        self.rejected = None;
+    }
+}
+
+/// tch's name of a row type.
+pub fn row_kind(rows: RowType) -> Kind {
+    match rows {
+        RowType::F32 => Kind::Float,
+        RowType::Bf16 => Kind::BFloat16,
+    }
+}

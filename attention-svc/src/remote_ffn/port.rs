@@ -1,0 +1,320 @@
+//! The engine thread's end of every edge: sends rows to all shards, waits for their partial sums, adds them up in shard
+//! order, and sends the rows of a lost edge again to whoever serves its shard next.
+//!
+//! The FFN holds no request state, so nothing is lost with it: the rows of every outstanding hop are kept here until
+//! the hop is combined.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use afd_common::frame::RowType;
+use afd_common::ids::{HopKey, StepId};
+use afd_common::link::{Doorbell, LinkError};
+use afd_common::proto::v1;
+use crossbeam_channel::Receiver;
+use tch::Tensor;
+
+use super::edge::{Edge, EdgeEvent};
+use super::edges::Edges;
+use super::hop_table::{EdgeId, MAX_SENDS};
+use super::kept::Kept;
+use super::outstanding::{Outstanding, row_kind};
+use super::stats::FfnStats;
+use crate::engine::{FfnLoss, FfnPort, SideTensors, StepOutline};
+use crate::scheduler::Phase;
+
+/// What stays the same for the life of the process.
+#[derive(Clone, Debug)]
+pub struct PortSettings {
+    /// Width of a row, elements.
+    pub hidden_size: u32,
+    /// Element type of dispatched rows and of the combined result.
+    pub rows: RowType,
+    /// This attention rank.
+    pub rank: u32,
+    /// Time without an answer or any progress after which an edge is lost, for a hop of few rows.
+    pub hop_timeout: Duration,
+    /// Added to it per outstanding row, so that a long prefill is not taken for a death.
+    pub hop_timeout_per_row: Duration,
+    /// Time a shard may have no rank before its requests fail.
+    pub loss_timeout: Duration,
+}
+
+/// The way to every FFN shard over registered links.
+pub struct RemoteFfn {
+    settings: PortSettings,
+    bell: Doorbell,
+    events: Receiver<EdgeEvent>,
+    edges: Edges,
+    hops: Outstanding,
+    plan: Option<v1::StepPlan>,
+    started: Instant,
+    /// Since when some shard has had no rank.
+    bereft_since: Option<Instant>,
+    stats: Arc<FfnStats>,
+}
+
+impl RemoteFfn {
+    /// Edges come through `events`; whoever sends one rings `bell`, as every link of such an edge does. `started` is
+    /// the zero of the clock that [`Progress`](super::edge::Progress) uses.
+    pub fn new(
+        settings: PortSettings,
+        bell: Doorbell,
+        events: Receiver<EdgeEvent>,
+        started: Instant,
+        stats: Arc<FfnStats>,
+    ) -> Self {
+        let edges = Edges::new(settings.rank);
+        let (hops, bereft_since) = (Outstanding::default(), Some(started));
+        Self { settings, bell, events, edges, hops, plan: None, started, bereft_since, stats }
+    }
+
+    // ---- edges come and go
+
+    fn handle_events(&mut self) {
+        while let Ok(event) = self.events.try_recv() {
+            match event {
+                EdgeEvent::Up(edge) => self.handle_up(edge),
+                EdgeEvent::Down { id, why } => self.handle_down(id, &why),
+                EdgeEvent::Draining { id } => {
+                    if let Some(edge) = self.edges.iter_mut().find(|edge| edge.id == id) {
+                        edge.draining = true;
+                    }
+                }
+            }
+        }
+    }
+
+    fn handle_up(&mut self, edge: Edge) {
+        let (peer, shard, link) = (Arc::clone(&edge.peer), edge.shard, edge.link.limits().kind);
+        match self.edges.adopt(edge) {
+            Ok(()) => tracing::info!(%peer, %shard, %link, "FFN rank joined"),
+            Err((edge, why)) => {
+                tracing::error!(%peer, %shard, why, "FFN rank does not fit");
+                edge.abandon(&why);
+            }
+        }
+        self.note_readiness();
+    }
+
+    fn handle_down(&mut self, id: EdgeId, why: &str) {
+        if let Some(edge) = self.edges.remove(id) {
+            let replays = self.hops.table.handle_loss(id);
+            self.stats.handle_loss(replays);
+            tracing::warn!(peer = %edge.peer, shard = %edge.shard, replays, why, "FFN rank lost");
+            edge.abandon(why);
+            self.note_readiness();
+        }
+    }
+
+    fn note_readiness(&mut self) {
+        let ready = self.edges.is_complete();
+        self.stats.set_ready(ready);
+        self.bereft_since = if ready { None } else { self.bereft_since.or_else(|| Some(Instant::now())) };
+    }
+
+    // ---- rows go out
+
+    /// Hands every unsent part to an edge of its shard, as far as there is one.
+    fn send_unsent(&mut self) -> Result<(), FfnLoss> {
+        loop {
+            let Some(part) = self.hops.table.unsent().find(|part| self.edges.has(part.shard)) else {
+                return Ok(());
+            };
+            let (Some(edge), Some(kept)) = (self.edges.choose(part.shard), self.hops.kept(part.key)) else {
+                return Err(FfnLoss::Fatal { what: format!("{} has no rows to send", part.key) });
+            };
+            if part.sends >= MAX_SENDS {
+                return Err(FfnLoss::Unavailable {
+                    peer: format!("shard {} ({})", part.shard, edge.peer),
+                    what: format!("{} was lost with its FFN rank {MAX_SENDS} times", part.key),
+                });
+            }
+            match kept.send(edge.link.as_mut(), self.settings.rows, self.settings.hidden_size) {
+                Ok(()) => {
+                    if part.sends > 0 {
+                        pass_on(edge, self.plan.as_ref(), &self.stats);
+                    }
+                    let (id, now_us) = (edge.id, self.started.elapsed().as_micros() as u64);
+                    self.hops.table.handle_sent(part.key, part.shard, id, now_us);
+                }
+                Err(error @ (LinkError::NoCredit { .. } | LinkError::BadFrame { .. })) => {
+                    return Err(FfnLoss::Rejected {
+                        hop: part.key,
+                        peer: edge.peer.to_string(),
+                        what: error.to_string(),
+                    });
+                }
+                Err(error) => {
+                    let id = edge.id;
+                    self.handle_down(id, &error.to_string());
+                }
+            }
+        }
+    }
+
+    // ---- partial sums come back
+
+    fn poll_links(&mut self) {
+        // One lost edge at a time: the loop starts over, the edges before it have nothing new then.
+        while let Some((id, why)) = self.poll_until_loss() {
+            self.handle_down(id, &why);
+        }
+    }
+
+    fn poll_until_loss(&mut self) -> Option<(EdgeId, String)> {
+        for edge in self.edges.iter_mut() {
+            loop {
+                match edge.link.poll_recv() {
+                    Ok(None) => break,
+                    Ok(Some(frame)) => {
+                        match self.hops.handle_frame(edge, &frame, self.settings.hidden_size) {
+                            Ok(arrival) => self.stats.handle_arrival(arrival),
+                            Err(why) => return Some((edge.id, why)),
+                        }
+                    }
+                    Err(error) => return Some((edge.id, error.to_string())),
+                }
+            }
+        }
+        None
+    }
+
+    /// Gives up the edge that has owed an answer for too long without getting on. Returns when to look again.
+    fn expire_overdue(&mut self) -> Option<Instant> {
+        let (id, since_us) = self.hops.table.oldest_wait()?;
+        let edge = self.edges.iter().find(|edge| edge.id == id)?;
+        let num_rows = self.hops.num_rows();
+        let allowed = self.settings.hop_timeout + self.settings.hop_timeout_per_row * num_rows;
+        let moved_us = edge.control.as_ref().map_or(0, |control| control.progress.last_us());
+        let overdue = self.started + Duration::from_micros(since_us.max(moved_us)) + allowed;
+        if Instant::now() >= overdue {
+            let allowed_ms = allowed.as_millis();
+            let why = format!(
+                "no answer and no progress within {allowed_ms} ms for {num_rows} rows (--hop-timeout)"
+            );
+            self.handle_down(id, &why);
+        }
+        Some(overdue)
+    }
+
+    /// The shard that has no rank, and until when that is borne.
+    fn bereft(&self) -> Option<(usize, Instant)> {
+        Some((self.edges.first_bereft()?, self.bereft_since? + self.settings.loss_timeout))
+    }
+
+    fn unavailable(&self, shard: usize) -> FfnLoss {
+        FfnLoss::Unavailable {
+            peer: format!("FFN shard {shard}"),
+            what: format!(
+                "no rank serves it and none took its place within {:.1} s (--ffn-loss-timeout)",
+                self.settings.loss_timeout.as_secs_f64()
+            ),
+        }
+    }
+
+    fn add_up(&self, parts: Vec<Tensor>) -> Result<Tensor, FfnLoss> {
+        let fatal = |error: tch::TchError| FfnLoss::Fatal { what: format!("sum of the shards: {error}") };
+        let mut parts = parts.into_iter();
+        let Some(mut sum) = parts.next() else {
+            return Err(FfnLoss::Fatal { what: "a hop without shards".into() });
+        };
+        for part in parts {
+            sum = sum.f_add_(&part).map_err(fatal)?;
+        }
+        let kind = row_kind(self.settings.rows);
+        if sum.kind() == kind { Ok(sum) } else { sum.f_to_kind(kind).map_err(fatal) }
+    }
+}
+
+impl FfnPort for RemoteFfn {
+    fn begin_step(&mut self, outline: &StepOutline) -> Result<(), FfnLoss> {
+        self.idle();
+        if let Some(shard) = self.edges.first_bereft() {
+            return Err(self.unavailable(shard));
+        }
+        let plan = step_plan(outline);
+        for edge in self.edges.iter() {
+            pass_on(edge, Some(&plan), &self.stats);
+        }
+        self.plan = Some(plan);
+        Ok(())
+    }
+
+    fn dispatch(&mut self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<(), FfnLoss> {
+        let kept = Kept::new(hop, rows, side, self.settings.rows)
+            .map_err(|error| FfnLoss::Fatal { what: format!("{hop}: {error}") })?;
+        self.stats.handle_dispatch(kept.num_rows);
+        self.hops.keep(kept, self.edges.num_shards());
+        self.send_unsent()
+    }
+
+    fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss> {
+        let begun = Instant::now();
+        loop {
+            let seen = self.bell.count();
+            self.handle_events();
+            self.poll_links();
+            if let Some(loss) = self.hops.take_rejected() {
+                return Err(loss);
+            }
+            if let Some(parts) = self.hops.take(hop) {
+                self.stats.handle_combine(begun.elapsed());
+                return self.add_up(parts);
+            }
+            self.send_unsent()?;
+            let overdue = self.expire_overdue();
+            let bereft = self.bereft();
+            if let Some((shard, until)) = bereft
+                && Instant::now() >= until
+            {
+                return Err(self.unavailable(shard));
+            }
+            match [overdue, bereft.map(|(_, until)| until)].into_iter().flatten().min() {
+                Some(deadline) => drop(self.bell.wait(seen, Some(deadline))),
+                None if self.hops.table.is_empty() => {
+                    return Err(FfnLoss::Fatal { what: format!("{hop} was never dispatched") });
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn end_step(&mut self, _step: StepId) {
+        self.hops.clear();
+        self.plan = None;
+    }
+
+    fn ready(&self) -> bool {
+        self.edges.is_complete()
+    }
+
+    fn idle(&mut self) {
+        self.handle_events();
+        self.poll_links();
+    }
+}
+
+/// Losing a plan costs its deadline and its trace and nothing else: the hop runs without it and is counted.
+fn pass_on(edge: &Edge, plan: Option<&v1::StepPlan>, stats: &FfnStats) {
+    if let (Some(control), Some(plan)) = (&edge.control, plan)
+        && control.plans.try_send(plan.clone()).is_err()
+    {
+        stats.handle_plan_dropped();
+    }
+}
+
+fn step_plan(outline: &StepOutline) -> v1::StepPlan {
+    let phase = match outline.phase {
+        Phase::Prefill => v1::Phase::Prefill,
+        Phase::Decode => v1::Phase::Decode,
+        Phase::Mixed => v1::Phase::Mixed,
+    };
+    v1::StepPlan {
+        step_id: outline.step.0,
+        padded_tokens: outline.stage_rows.iter().map(|rows| *rows as u32).collect(),
+        phase: phase.into(),
+        traceparent: outline.traceparent.clone().unwrap_or_default(),
+        sampled: outline.sampled,
+        ..v1::StepPlan::default()
+    }
+}

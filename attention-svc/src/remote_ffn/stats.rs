@@ -1,0 +1,72 @@
+//! What the way to the FFN counts, as plain atomics: written by the engine thread, read by `/metrics` and `/health`.
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::hop_table::Arrival;
+
+/// Counters of all edges together.
+#[derive(Debug, Default)]
+pub struct FfnStats {
+    /// Every shard has a rank.
+    ready: watch::Sender<bool>,
+    /// Hops dispatched (once per hop, whatever the number of shards).
+    pub hops: AtomicU64,
+    /// Rows of these.
+    pub rows: AtomicU64,
+    /// Time the engine waited for combines, microseconds.
+    pub wait_us: AtomicU64,
+    /// Ranks lost.
+    pub losses: AtomicU64,
+    /// Parts of hops sent again.
+    pub replays: AtomicU64,
+    /// Plans that did not fit into an edge's queue.
+    pub plans_dropped: AtomicU64,
+    /// Answers to hops that nobody waits for.
+    pub dropped_unknown: AtomicU64,
+    /// Answers of an edge that the part was no longer waiting on.
+    pub dropped_stale: AtomicU64,
+}
+
+impl FfnStats {
+    /// Whether every shard has a rank.
+    pub fn is_ready(&self) -> bool {
+        *self.ready.borrow()
+    }
+
+    /// Follows it.
+    pub fn watch_ready(&self) -> watch::Receiver<bool> {
+        self.ready.subscribe()
+    }
+
+    pub(super) fn set_ready(&self, ready: bool) {
+        self.ready.send_if_modified(|was| std::mem::replace(was, ready) != ready);
+    }
+
+    pub(super) fn handle_dispatch(&self, rows: u32) {
+        self.hops.fetch_add(1, Relaxed);
+        self.rows.fetch_add(rows.into(), Relaxed);
+    }
+
+    pub(super) fn handle_combine(&self, waited: Duration) {
+        self.wait_us.fetch_add(waited.as_micros() as u64, Relaxed);
+    }
+
+    pub(super) fn handle_loss(&self, replays: usize) {
+        self.losses.fetch_add(1, Relaxed);
+        self.replays.fetch_add(replays as u64, Relaxed);
+    }
+
+    pub(super) fn handle_plan_dropped(&self) {
+        self.plans_dropped.fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn handle_arrival(&self, arrival: Arrival) {
+        match arrival {
+            Arrival::Accepted => {}
+            Arrival::Unknown => drop(self.dropped_unknown.fetch_add(1, Relaxed)),
+            Arrival::Stale => drop(self.dropped_stale.fetch_add(1, Relaxed)),
+        }
+    }
+}
