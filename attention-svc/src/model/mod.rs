@@ -1,8 +1,32 @@
 //! The attention half of a decoder: embedding, attention of every layer, final norm and head. One file per attention
 //! block. The FFN half is not here and has no parameters here: between [`AttentionModel::attend`] of one layer and of
 //! the next, the engine sends `ffn_in` to the FFN role and adds what comes back to the residual.
+//!
+//! In reading order: [`prepare`](AttentionModel::prepare) a stage once, then per layer `gqa` or `mla` over `kv`.
+use afd_common::config::model::{AttentionConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
-use tch::Tensor;
+use afd_common::weights::{WeightError, Weights};
+use afd_ffi::cpu_rows::{Pairing, rms_norm};
+use tch::{Kind, Tensor};
+
+mod error;
+mod flash;
+mod gqa;
+mod kv;
+mod mla;
+mod prepare;
+mod project;
+mod rope;
+
+use error::{At, outside_layers};
+use gqa::Gqa;
+use kv::LayerCache;
+use mla::Mla;
+use rope::Rope;
+
+pub use error::ModelError;
+pub use kv::{KvCache, bytes_per_block};
+pub use prepare::{PreparedStage, Reach};
 
 /// Names one block of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,7 +66,187 @@ pub struct Attended {
     pub ffn_in: Tensor,
 }
 
-/// Weights of the attention role.
+/// Weights of the attention role. Activations have the weights' dtype; one thread uses it at a time.
 pub struct AttentionModel {
-    _layers: LayerIdx,
+    config: ModelConfig,
+    max_model_len: usize,
+    /// `[vocab, hidden]`
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    rope: Rope,
+    final_norm: Vec<f32>,
+    /// `[vocab, hidden]`; the embedding when they are tied.
+    head: Tensor,
+}
+
+struct Layer {
+    input_norm: Vec<f32>,
+    attention: Block,
+    post_norm: Vec<f32>,
+}
+
+enum Block {
+    Gqa(Gqa),
+    Mla(Mla),
+}
+
+impl AttentionModel {
+    /// Takes what attention needs of a checkpoint: embedding, attention, norms, head; nothing of the FFN.
+    /// `max_model_len` bounds every sequence, tokens.
+    ///
+    /// # Errors
+    /// [`ModelError`] names the tensor or the field; a retry does not help.
+    pub fn load(config: &ModelConfig, weights: &Weights, max_model_len: usize) -> Result<Self, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        if max_model_len == 0 || max_model_len > config.max_position_embeddings {
+            let what = format!(
+                "{}, but the longest sequence shall be {max_model_len} tokens",
+                config.max_position_embeddings
+            );
+            return Err(ModelError::Unsupported { field: "max_position_embeddings", what });
+        }
+        let (rope_dim, pairing) = match &config.attention {
+            AttentionConfig::Gqa(gqa) => (gqa.head_dim, Pairing::Halves),
+            AttentionConfig::Mla(mla) if mla.rope_interleave => (mla.qk_rope_head_dim, Pairing::Neighbours),
+            AttentionConfig::Mla(mla) => (mla.qk_rope_head_dim, Pairing::Halves),
+        };
+        if rope_dim % 2 == 1 {
+            let what = format!("{rope_dim}: rope turns pairs, an even number is needed");
+            return Err(ModelError::Unsupported { field: "head_dim", what });
+        }
+        let table = [config.vocab_size as i64, config.hidden_size as i64];
+        let embedding = weights.tensor("model.embed_tokens.weight", &table)?;
+        let head = match config.tie_word_embeddings {
+            true => embedding.shallow_clone(),
+            false => weights.tensor("lm_head.weight", &table)?,
+        };
+        let layers = (0..config.layers.len())
+            .map(|i| Layer::load(config, weights, &format!("model.layers.{i}")))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            max_model_len,
+            embedding,
+            layers,
+            rope: Rope::new(&config.rope, rope_dim, pairing).map_err(outside_layers("rope"))?,
+            final_norm: project::numbers(weights, "model.norm.weight", config.hidden_size)?,
+            head,
+            config: config.clone(),
+        })
+    }
+
+    /// What was loaded.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Dtype of activations and of the cache.
+    pub fn kind(&self) -> Kind {
+        self.embedding.kind()
+    }
+
+    /// Embeddings of `ids`, `[num_rows, hidden]`: the residual stream before the first layer.
+    ///
+    /// # Errors
+    /// [`ModelError`] when an id is beyond the vocabulary.
+    pub fn embed(&self, ids: &[u32]) -> Result<Tensor, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let ids: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
+        Tensor::f_from_slice(&ids)
+            .and_then(|ids| self.embedding.f_index_select(0, &ids))
+            .map_err(outside_layers("embed_tokens"))
+    }
+
+    /// Computes what all layers of a stage share.
+    ///
+    /// # Errors
+    /// [`ModelError::Stage`] when the stage contradicts itself.
+    pub fn prepare(&self, batch: &StageBatch) -> Result<PreparedStage, ModelError> {
+        self.prepare_with(batch, Reach::Auto)
+    }
+
+    /// The same, with a say in how rows reach their context.
+    ///
+    /// # Errors
+    /// As for [`prepare`](Self::prepare).
+    pub fn prepare_with(&self, batch: &StageBatch, reach: Reach) -> Result<PreparedStage, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let numbering = match &self.config.attention {
+            AttentionConfig::Gqa(_) => prepare::Numbering::Stage,
+            AttentionConfig::Mla(_) => prepare::Numbering::DirectOnly,
+        };
+        PreparedStage::new(batch, &self.rope, self.max_model_len, numbering, |len, context_len| match reach {
+            Reach::Direct => true,
+            Reach::Gathered => false,
+            Reach::Auto => match &self.config.attention {
+                AttentionConfig::Gqa(_) => Gqa::prefers_direct(len, context_len),
+                AttentionConfig::Mla(mla) => Mla::prefers_direct(mla, len, context_len),
+            },
+        })
+    }
+
+    /// Attention of one layer: `residual` is the stream before it, `[num_rows, hidden]`; the rows' keys and values are
+    /// written to their slots of `kv`.
+    ///
+    /// # Errors
+    /// [`ModelError`] names the layer and the operation. The cache may hold some of the rows' entries then, which harms
+    /// nobody: they are beyond every other row's context.
+    pub fn attend(
+        &self,
+        layer: LayerIdx,
+        residual: Tensor,
+        stage: &PreparedStage,
+        kv: &mut KvCache,
+    ) -> Result<Attended, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let Layer { input_norm, attention, post_norm } =
+            self.layers.get(layer.0 as usize).ok_or(ModelError::Cache { layer })?;
+        let expected = [stage.num_rows() as i64, self.config.hidden_size as i64];
+        if residual.size() != expected {
+            let what = format!("{layer}: residual of shape {:?}, expected {expected:?}", residual.size());
+            return Err(ModelError::Stage { what });
+        }
+        let cache = kv.layer(layer)?;
+        let eps = self.config.rms_norm_eps;
+        let x = rms_norm(&residual, input_norm, eps).at(layer, "input_layernorm")?;
+        let residual = match attention {
+            Block::Gqa(gqa) => gqa.forward(layer, &residual, &x, &self.rope, stage, cache)?,
+            Block::Mla(mla) => mla.forward(layer, &residual, &x, &self.rope, stage, cache)?,
+        };
+        let ffn_in = rms_norm(&residual, post_norm, eps).at(layer, "post_attention_layernorm")?;
+        Ok(Attended { residual, ffn_in })
+    }
+
+    /// Logits `[rows.len(), vocab]` f32 of some rows of the residual stream after the last layer, `[num_rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`ModelError`] when a row is out of bounds.
+    pub fn logits(&self, residual: &Tensor, rows: &[usize]) -> Result<Tensor, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+        let head = |x: &Tensor| x.f_linear(&self.head, None::<Tensor>)?.f_to_kind(Kind::Float);
+        let chosen = Tensor::f_from_slice(&index)
+            .and_then(|index| residual.f_index_select(0, &index))
+            .map_err(outside_layers("rows of the head"))?;
+        let normed = rms_norm(&chosen, &self.final_norm, self.config.rms_norm_eps)
+            .map_err(|source| ModelError::Shape { place: "final norm".into(), source })?;
+        head(&normed).map_err(outside_layers("lm_head"))
+    }
+}
+
+impl Layer {
+    /// `prefix` names the layer in the checkpoint.
+    fn load(config: &ModelConfig, weights: &Weights, prefix: &str) -> Result<Self, ModelError> {
+        let norm = |name: &str| -> Result<Vec<f32>, WeightError> {
+            project::numbers(weights, &format!("{prefix}.{name}.weight"), config.hidden_size)
+        };
+        let attention = format!("{prefix}.self_attn");
+        Ok(Self {
+            input_norm: norm("input_layernorm")?,
+            attention: match &config.attention {
+                AttentionConfig::Gqa(gqa) => Block::Gqa(Gqa::load(config, gqa, weights, &attention)?),
+                AttentionConfig::Mla(mla) => Block::Mla(Mla::load(config, mla, weights, &attention)?),
+            },
+            post_norm: norm("post_attention_layernorm")?,
+        })
+    }
 }

@@ -1,8 +1,11 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
-//! of a tensor as a slice ([`memory`]), and control over this process ([`process`]).
+//! of a tensor as a slice ([`memory`]), attention over a paged cache on the CPU ([`cpu_attention`], [`cpu_rows`]), and
+//! control over this process ([`process`]).
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
+pub mod cpu_attention;
+pub mod cpu_rows;
 mod mapped;
 pub mod memory;
 pub mod process;

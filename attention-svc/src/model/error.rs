@@ -1,0 +1,71 @@
+//! Why attention cannot be loaded or computed.
+use afd_common::ids::LayerIdx;
+use afd_common::weights::WeightError;
+use afd_ffi::cpu_attention::ShapeError;
+
+/// Why attention cannot be loaded or computed. A retry of the same call does not help.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A weight is missing or wrong; the message names the tensor.
+    #[error(transparent)]
+    Weights(#[from] WeightError),
+    /// The configuration asks for something that is not served.
+    #[error("config.json: `{field}`: {what}")]
+    Unsupported {
+        /// Its name.
+        field: &'static str,
+        /// The value and what would be accepted.
+        what: String,
+    },
+    /// A stage contradicts itself, the cache or the model's length.
+    #[error("stage: {what}")]
+    Stage {
+        /// Expected and found.
+        what: String,
+    },
+    /// The cache was made for another model.
+    #[error("{layer}: the KV cache has no such layer, or is another attention's")]
+    Cache {
+        /// Which layer.
+        layer: LayerIdx,
+    },
+    /// Tensors do not fit one another or the stage.
+    #[error("{place}: {source}")]
+    Shape {
+        /// Layer and operation.
+        place: String,
+        /// Expected and found.
+        source: ShapeError,
+    },
+    /// libtorch refused.
+    #[error("{place}: {source}")]
+    Torch {
+        /// Layer and operation.
+        place: String,
+        /// libtorch's words.
+        source: tch::TchError,
+    },
+}
+
+/// Says where an operation failed.
+pub(super) trait At<T> {
+    /// `place` is built only when there is an error to report.
+    fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError>;
+}
+
+impl<T> At<T> for Result<T, tch::TchError> {
+    fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError> {
+        self.map_err(|source| ModelError::Torch { place: format!("{layer}: {operation}"), source })
+    }
+}
+
+impl<T> At<T> for Result<T, ShapeError> {
+    fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError> {
+        self.map_err(|source| ModelError::Shape { place: format!("{layer}: {operation}"), source })
+    }
+}
+
+/// The same for what belongs to no layer.
+pub(super) fn outside_layers(operation: &'static str) -> impl Fn(tch::TchError) -> ModelError {
+    move |source| ModelError::Torch { place: operation.into(), source }
+}

@@ -1,0 +1,152 @@
+//! Grouped-query attention: Llama, Mixtral, Qwen3-MoE (norm of each head), OLMoE (norm of the whole projection, clip).
+use afd_common::config::model::{GqaConfig, ModelConfig, QkNorm};
+use afd_common::ids::LayerIdx;
+use afd_common::weights::{WeightError, Weights};
+use afd_ffi::cpu_attention::{CacheView, paged_attention};
+use afd_ffi::cpu_rows::{GqaShape, QkNorms, gqa_rows};
+use tch::Tensor;
+
+use super::error::{At, ModelError};
+use super::flash::causal_attention;
+use super::kv::LayerCache;
+use super::prepare::{GatheredRows, PreparedStage};
+use super::project::{OutProjection, fused, numbers};
+use super::rope::Rope;
+
+/// One layer's attention.
+pub(super) struct Gqa {
+    /// Queries, keys and values, `[(num_heads + 2 num_kv_heads) * head_dim, hidden]`.
+    qkv: Tensor,
+    bias: Option<Tensor>,
+    out: OutProjection,
+    shape: GqaShape,
+    norms: Option<Norms>,
+    clip: Option<f64>,
+    scale: f64,
+}
+
+struct Norms {
+    query: Vec<f32>,
+    key: Vec<f32>,
+    eps: f64,
+}
+
+impl Gqa {
+    /// `prefix` names the layer's attention in the checkpoint.
+    pub(super) fn load(
+        model: &ModelConfig,
+        config: &GqaConfig,
+        weights: &Weights,
+        prefix: &str,
+    ) -> Result<Self, ModelError> {
+        if let Some(window) = config.sliding_window {
+            let what = format!("{window}: sliding-window attention is not served, only null");
+            return Err(ModelError::Unsupported { field: "sliding_window", what });
+        }
+        let &GqaConfig { num_heads, num_kv_heads, head_dim, .. } = config;
+        let (hidden, q_len, kv_len) = (model.hidden_size, num_heads * head_dim, num_kv_heads * head_dim);
+        let parts = [("q_proj", q_len), ("k_proj", kv_len), ("v_proj", kv_len)];
+        let qkv = fused(weights, prefix, &parts, "weight", Some(hidden))?;
+        let bias = config.qkv_bias.then(|| fused(weights, prefix, &parts, "bias", None)).transpose()?;
+        let norm = |name: &str, len: usize| -> Result<Vec<f32>, WeightError> {
+            numbers(weights, &format!("{prefix}.{name}.weight"), len)
+        };
+        let lens = match config.qk_norm {
+            QkNorm::None => None,
+            QkNorm::PerHead => Some((head_dim, head_dim)),
+            QkNorm::Whole => Some((q_len, kv_len)),
+        };
+        let norms = lens
+            .map(|(query, key)| -> Result<_, WeightError> {
+                Ok(Norms {
+                    query: norm("q_norm", query)?,
+                    key: norm("k_norm", key)?,
+                    eps: model.rms_norm_eps,
+                })
+            })
+            .transpose()?;
+        Ok(Self {
+            qkv,
+            bias,
+            out: OutProjection::load(weights, prefix, hidden, q_len, config.o_bias)?,
+            shape: GqaShape { num_heads, num_kv_heads, head_dim },
+            norms,
+            clip: config.clip_qkv,
+            scale: (head_dim as f64).powf(-0.5),
+        })
+    }
+
+    /// Whether rows are better off reading the cache in place than having their context copied together.
+    pub(super) fn prefers_direct(len: usize, _context_len: usize) -> bool {
+        len <= 8
+    }
+
+    /// `residual` + attention of `x`, the residual's norm; both `[num_rows, hidden]`.
+    pub(super) fn forward(
+        &self,
+        layer: LayerIdx,
+        residual: &Tensor,
+        x: &Tensor,
+        rope: &Rope,
+        stage: &PreparedStage,
+        cache: &mut LayerCache,
+    ) -> Result<Tensor, ModelError> {
+        let LayerCache::Gqa { keys, values } = cache else { return Err(ModelError::Cache { layer }) };
+        let GqaShape { num_heads, num_kv_heads, head_dim } = self.shape;
+        let qkv = x.f_linear(&self.qkv, self.bias.as_ref()).at(layer, "qkv_proj")?;
+        let norms = self.norms.as_ref().map(|n| QkNorms { query: &n.query, key: &n.key, eps: n.eps });
+        gqa_rows(&qkv, self.shape, norms, self.clip, &stage.rope(rope), &stage.slots, keys, values)
+            .at(layer, "rope and cache")?;
+
+        let rows = stage.num_rows as i64;
+        let heads = qkv.f_view([rows, -1, head_dim as i64]).at(layer, "queries")?;
+        let queries = heads.f_narrow(1, 0, num_heads as i64).at(layer, "queries")?;
+        let shape = [rows, num_heads as i64, head_dim as i64];
+        let attended = Tensor::f_empty(shape, (qkv.kind(), qkv.device())).at(layer, "attention")?;
+        let view = CacheView { keys, values, num_kv_heads, key_dim: head_dim, value_dim: head_dim };
+        paged_attention(&[&queries], &view, &stage.direct, self.scale, &attended, stage.max_threads)
+            .at(layer, "attention")?;
+        for sequence in &stage.gathered {
+            self.gathered(sequence, &heads, keys, values, &attended).at(layer, "attention of a chunk")?;
+        }
+        let attended = attended.f_view([rows, (num_heads * head_dim) as i64]).at(layer, "attention")?;
+        self.out.add_to(residual, &attended).at(layer, "o_proj")
+    }
+
+    /// Attention of one sequence's rows; `heads` `[num_rows, num_heads + 2 num_kv_heads, head_dim]`.
+    fn gathered(
+        &self,
+        sequence: &GatheredRows,
+        heads: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+        attended: &Tensor,
+    ) -> Result<(), tch::TchError> {
+        let (num_kv, dim) = (self.shape.num_kv_heads as i64, self.shape.head_dim as i64);
+        let num_heads = self.shape.num_heads as i64;
+        let group = num_heads / num_kv;
+        let (start, len) = (sequence.start as i64, sequence.len as i64);
+        let context = sequence.context_len as i64;
+        let rows = heads.f_narrow(0, start, len)?;
+        // [len, num_kv, group, dim] → [num_kv, group, len, dim]; keys are shared by a group, not repeated for it.
+        let queries =
+            rows.f_narrow(1, 0, num_heads)?.f_unflatten(1, [num_kv, group])?.f_permute([1, 2, 0, 3])?;
+        let shared = |cache: &Tensor, first: i64| {
+            let tokens = if context == len {
+                rows.f_narrow(1, first, num_kv)?
+            } else {
+                cache.f_index_select(0, &sequence.blocks)?.f_flatten(0, 1)?.f_narrow(0, 0, context)?
+            };
+            tokens.f_permute([1, 0, 2])?.f_unsqueeze(1)?.f_expand([num_kv, group, context, dim], false)
+        };
+        let out = causal_attention(
+            &queries,
+            &shared(keys, num_heads)?,
+            &shared(values, num_heads + num_kv)?,
+            self.scale,
+        )?;
+        let out = out.f_permute([2, 0, 1, 3])?.f_reshape([len, num_heads, dim])?;
+        attended.f_narrow(0, start, len)?.f_copy_(&out)?;
+        Ok(())
+    }
+}

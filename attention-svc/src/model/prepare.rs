@@ -1,0 +1,152 @@
+//! What is the same for all layers of a stage, computed once: angles, slots, and how each sequence's rows reach their
+//! context.
+//!
+//! Rows reach it in one of two ways. **Direct**: each row reads the paged cache in place (decode, short pieces of a
+//! prompt; MLA in its absorbed form). **Gathered**: the sequence's blocks are copied together and all its rows attend at
+//! once (long pieces of a prompt; MLA in its expanded form). Both give the same numbers up to rounding.
+use afd_ffi::cpu_attention::{PagedRow, PagedRows};
+use afd_ffi::cpu_rows::RopeRows;
+use tch::Tensor;
+
+use super::error::{ModelError, outside_layers};
+use super::rope::Rope;
+use super::{SequenceRows, StageBatch};
+
+/// How rows reach their context.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reach {
+    /// Whichever is faster for a sequence.
+    #[default]
+    Auto,
+    /// All in place; for tests and measurements.
+    Direct,
+    /// All by copies; for tests and measurements.
+    Gathered,
+}
+
+/// What a direct row's number counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Numbering {
+    /// All rows of the stage.
+    Stage,
+    /// The direct rows alone, which are then picked by [`PreparedStage::direct_index`].
+    DirectOnly,
+}
+
+/// A stage, ready for every layer.
+pub struct PreparedStage {
+    pub(super) num_rows: usize,
+    pub(super) slots: Vec<i64>,
+    pub(super) direct: PagedRows,
+    /// Which rows of the stage are direct, `[direct rows]` i64; `None` when all or none are.
+    pub(super) direct_index: Option<Tensor>,
+    pub(super) gathered: Vec<GatheredRows>,
+    /// Threads that direct attention may use.
+    pub(super) max_threads: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+/// One sequence whose rows attend together.
+pub(super) struct GatheredRows {
+    /// First row in the stage.
+    pub(super) start: usize,
+    /// Its rows.
+    pub(super) len: usize,
+    /// Tokens of its context, these rows included.
+    pub(super) context_len: usize,
+    /// `[blocks]` i64
+    pub(super) blocks: Tensor,
+}
+
+impl PreparedStage {
+    /// Rows of the stage.
+    pub fn num_rows(&self) -> usize {
+        self.num_rows
+    }
+
+    /// How many of them reach their context in place.
+    pub fn num_direct_rows(&self) -> usize {
+        self.direct.rows.len()
+    }
+
+    /// `prefers_direct(len, context_len)` decides for each sequence.
+    pub(super) fn new(
+        batch: &StageBatch,
+        rope: &Rope,
+        max_model_len: usize,
+        numbering: Numbering,
+        prefers_direct: impl Fn(usize, usize) -> bool,
+    ) -> Result<Self, ModelError> {
+        check(batch, max_model_len)?;
+        let failed = outside_layers("preparing a stage");
+        let (cos, sin) = rope.rows(&batch.positions).map_err(&failed)?;
+        let mut direct = PagedRows::default();
+        let mut index = Vec::new();
+        let mut gathered = Vec::new();
+        for sequence in &batch.sequences {
+            let &SequenceRows { start, len, context_len, ref block_table } = sequence;
+            if prefers_direct(len, context_len) {
+                let from = direct.blocks.len();
+                direct.blocks.extend(block_table.iter().map(|block| block.0));
+                let first = match numbering {
+                    Numbering::Stage => start,
+                    Numbering::DirectOnly => direct.rows.len(),
+                };
+                index.extend((start..start + len).map(|row| row as i64));
+                direct.rows.extend((0..len).map(|i| PagedRow {
+                    row: first + i,
+                    table: from..direct.blocks.len(),
+                    num_tokens: context_len - len + i + 1,
+                }));
+            } else {
+                let blocks: Vec<i64> = block_table.iter().map(|block| i64::from(block.0)).collect();
+                let blocks = Tensor::f_from_slice(&blocks).map_err(&failed)?;
+                gathered.push(GatheredRows { start, len, context_len, blocks });
+            }
+        }
+        let max_threads = tch::get_num_threads().max(1) as usize;
+        let slots = batch.slot_mapping.clone();
+        let num_rows = batch.positions.len();
+        let direct_index = (!index.is_empty() && index.len() < num_rows)
+            .then(|| Tensor::f_from_slice(&index))
+            .transpose()
+            .map_err(&failed)?;
+        Ok(Self { num_rows, slots, direct, direct_index, gathered, max_threads, cos, sin })
+    }
+
+    /// The rows' angles.
+    pub(super) fn rope<'a>(&'a self, rope: &Rope) -> RopeRows<'a> {
+        RopeRows { cos: &self.cos, sin: &self.sin, half: rope.dim / 2, pairing: rope.pairing }
+    }
+}
+
+/// Slots and blocks are compared with the cache when they are used.
+fn check(batch: &StageBatch, max_model_len: usize) -> Result<(), ModelError> {
+    let refuse = |what: String| Err(ModelError::Stage { what });
+    let rows = batch.positions.len();
+    if batch.input_ids.len() != rows || batch.slot_mapping.len() != rows {
+        let (ids, slots) = (batch.input_ids.len(), batch.slot_mapping.len());
+        return refuse(format!("{rows} positions, {ids} ids, {slots} slots"));
+    }
+    let mut next = 0;
+    for (i, sequence) in batch.sequences.iter().enumerate() {
+        let &SequenceRows { start, len, context_len, .. } = sequence;
+        if start != next || len == 0 {
+            return refuse(format!(
+                "sequence {i} has rows {start}..{}, expected some from {next} on",
+                start + len
+            ));
+        }
+        if context_len < len || context_len > max_model_len {
+            return refuse(format!(
+                "sequence {i}: {len} rows in a context of {context_len}, at most {max_model_len} are served"
+            ));
+        }
+        next += len;
+    }
+    if next != rows {
+        return refuse(format!("sequences have {next} rows, the stage {rows}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,68 @@
+//! Projections around an attention block.
+use afd_common::weights::{WeightError, Weights};
+use tch::{Kind, TchError, Tensor};
+
+/// The output projection, added to the residual in the same product.
+pub(super) struct OutProjection {
+    /// `[attended, hidden]`, a view.
+    transposed: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl OutProjection {
+    pub(super) fn load(
+        weights: &Weights,
+        prefix: &str,
+        hidden: usize,
+        attended: usize,
+        bias: bool,
+    ) -> Result<Self, WeightError> {
+        let name = format!("{prefix}.o_proj.weight");
+        let weight = weights.tensor(&name, &[hidden as i64, attended as i64])?;
+        let transposed = weight.f_t().map_err(|source| WeightError::Torch { name, source })?;
+        let bias =
+            bias.then(|| weights.tensor(&format!("{prefix}.o_proj.bias"), &[hidden as i64])).transpose()?;
+        Ok(Self { transposed, bias })
+    }
+
+    /// `residual + attended · weightᵀ (+ bias)`, `[num_rows, hidden]`.
+    pub(super) fn add_to(&self, residual: &Tensor, attended: &Tensor) -> Result<Tensor, TchError> {
+        let sum = residual.f_addmm(attended, &self.transposed)?;
+        match &self.bias {
+            Some(bias) => sum.f_add(bias),
+            None => Ok(sum),
+        }
+    }
+}
+
+/// Projections of the same input as one: their `what` (weight or bias), below one another. A copy; the checkpoint's own
+/// pages are not read again after it.
+pub(super) fn fused(
+    weights: &Weights,
+    prefix: &str,
+    parts: &[(&str, usize)],
+    what: &str,
+    columns: Option<usize>,
+) -> Result<Tensor, WeightError> {
+    let tensors = parts
+        .iter()
+        .map(|(name, rows)| {
+            let shape: Vec<i64> = [Some(*rows), columns].into_iter().flatten().map(|n| n as i64).collect();
+            weights.tensor(&format!("{prefix}.{name}.{what}"), &shape)
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    Tensor::f_cat(&tensors, 0).map_err(|source| {
+        let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
+        WeightError::Torch { name: format!("{prefix}.{}.{what}", names.join("|")), source }
+    })
+}
+
+/// A norm's weights as plain numbers, for kernels that take them so.
+pub(super) fn numbers(weights: &Weights, name: &str, len: usize) -> Result<Vec<f32>, WeightError> {
+    let tensor = weights.tensor(name, &[len as i64])?;
+    tensor
+        .f_to_kind(Kind::Float)
+        .and_then(|tensor| tensor.f_contiguous())
+        .and_then(Vec::try_from)
+        .map_err(|source| WeightError::Torch { name: name.into(), source })
+}

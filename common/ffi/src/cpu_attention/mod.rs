@@ -1,0 +1,397 @@
+//! Attention of single rows over a paged KV cache, on the CPU: what decode does, and short pieces of a prompt.
+//!
+//! libtorch can only do this by copying every block of the context into one tensor first, which moves three times the
+//! bytes. Here the blocks are read where they lie. Grouped-query attention and DeepSeek's latent attention (absorbed:
+//! one key/value head whose values are the first part of its keys) are the same loops with other [`CacheView`]s.
+//!
+//! This file checks shapes and bounds and splits the work over threads; `kernel` has the loops, `simd` the vectors.
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+mod kernel;
+pub(crate) mod simd;
+
+use kernel::{Dims, RowState};
+use simd::{Bf16, Element, Isa};
+
+/// Multiply-adds below which another thread costs more than it takes over: about 0.1 ms of work.
+const MIN_WORK_PER_THREAD: usize = 4 << 20;
+
+/// One layer of a paged cache.
+#[derive(Clone, Copy)]
+pub struct CacheView<'a> {
+    /// `[num_blocks, block_size, ..]`, contiguous, f32 or bf16; a token starts with its keys, `[num_kv_heads, key_dim]`.
+    pub keys: &'a Tensor,
+    /// The same for values, `[num_kv_heads, value_dim]`; may be the tensor of the keys.
+    pub values: &'a Tensor,
+    /// Heads in the cache.
+    pub num_kv_heads: usize,
+    /// Elements of a key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+}
+
+/// Which rows attend to what.
+#[derive(Clone, Debug, Default)]
+pub struct PagedRows {
+    /// Blocks of all sequences, one table after the other.
+    pub blocks: Vec<u32>,
+    /// The rows.
+    pub rows: Vec<PagedRow>,
+}
+
+/// One row.
+#[derive(Clone, Debug)]
+pub struct PagedRow {
+    /// Its index in the queries and in the output.
+    pub row: usize,
+    /// Its sequence's table within [`PagedRows::blocks`].
+    pub table: Range<usize>,
+    /// How many tokens it attends to, from the first on; at least 1.
+    pub num_tokens: usize,
+}
+
+/// A call that does not fit its tensors.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ShapeError(pub(crate) String);
+
+/// Refuses with the formatted words unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($words:tt)*) => {
+        if !$condition {
+            return Err($crate::cpu_attention::ShapeError(format!($($words)*)));
+        }
+    };
+}
+pub(crate) use ensure;
+
+/// A strided view of a CPU tensor with three dimensions, the last of them contiguous.
+pub(crate) struct Rows3<E> {
+    first: *mut E,
+    row_stride: usize,
+    head_stride: usize,
+    pub(crate) rows: usize,
+    pub(crate) heads: usize,
+    pub(crate) len: usize,
+}
+
+impl<E> Rows3<E> {
+    pub(crate) fn new(what: &str, tensor: &Tensor, kind: Kind) -> Result<Self, ShapeError> {
+        check_cpu(what, tensor, kind)?;
+        let (size, stride) = (tensor.size(), tensor.stride());
+        ensure!(size.len() == 3, "{what}: shape {size:?}, expected [rows, heads, len]");
+        ensure!(size[2] <= 1 || stride[2] == 1, "{what}: the last dimension is not contiguous");
+        Ok(Self {
+            first: tensor.data_ptr().cast(),
+            row_stride: stride[0] as usize,
+            head_stride: stride[1] as usize,
+            rows: size[0] as usize,
+            heads: size[1] as usize,
+            len: size[2] as usize,
+        })
+    }
+
+    /// The addresses between its first and its last element.
+    fn span(&self) -> Range<usize> {
+        let last = |count: usize, stride: usize| count.saturating_sub(1) * stride;
+        let elements = last(self.rows, self.row_stride) + last(self.heads, self.head_stride) + self.len;
+        let from = self.first as usize;
+        from..from + elements * size_of::<E>()
+    }
+
+    /// Whether no element has two places in it.
+    pub(crate) fn is_injective(&self) -> bool {
+        let (rows, heads) = ((self.rows, self.row_stride), (self.heads, self.head_stride));
+        let nested = |outer: (usize, usize), inner: (usize, usize)| {
+            (inner.0 <= 1 || inner.1 >= self.len)
+                && (outer.0 <= 1 || outer.1 >= inner.0.saturating_sub(1) * inner.1 + self.len)
+        };
+        nested(rows, heads) || nested(heads, rows)
+    }
+
+    /// Address of a row's head.
+    ///
+    /// # Safety
+    /// `row` and `head` are within bounds.
+    pub(crate) unsafe fn at(&self, row: usize, head: usize) -> *mut E {
+        debug_assert!(row < self.rows && head < self.heads);
+        // SAFETY: libtorch keeps every element of a tensor's shape inside its storage.
+        unsafe { self.first.add(row * self.row_stride + head * self.head_stride) }
+    }
+}
+
+/// That a tensor's memory may be touched as `kind`.
+pub(crate) fn check_cpu(what: &str, tensor: &Tensor, kind: Kind) -> Result<(), ShapeError> {
+    ensure!(tensor.device() == Device::Cpu, "{what}: on {:?}, expected the CPU", tensor.device());
+    ensure!(tensor.kind() == kind, "{what}: {:?}, expected {kind:?}", tensor.kind());
+    Ok(())
+}
+
+/// `out[row] = softmax(scale * queries[row] · keys) · values`, per head, for every row of `rows`.
+///
+/// `queries` are parts `[num_rows, num_heads, len]` whose lengths add up to `key_dim` (so that the latent and the rope
+/// part of a query need not be joined); `out` is `[num_rows, num_heads, value_dim]`. Both may be strided views; all
+/// tensors have the cache's dtype. Sums are in f32. Uses up to `max_threads` threads when the context is long.
+///
+/// # Errors
+/// [`ShapeError`] when something does not fit; nothing was written then.
+pub fn paged_attention(
+    queries: &[&Tensor],
+    cache: &CacheView<'_>,
+    rows: &PagedRows,
+    scale: f64,
+    out: &Tensor,
+    max_threads: usize,
+) -> Result<(), ShapeError> {
+    match cache.keys.kind() {
+        Kind::Float => run::<f32>(Kind::Float, queries, cache, rows, scale, out, max_threads),
+        Kind::BFloat16 => run::<Bf16>(Kind::BFloat16, queries, cache, rows, scale, out, max_threads),
+        other => Err(ShapeError(format!("a {other:?} cache; f32 and bf16 are served"))),
+    }
+}
+
+/// Everything the threads share.
+struct Job<'a, E> {
+    isa: Isa,
+    dims: Dims,
+    keys: *const E,
+    values: *const E,
+    queries: Vec<Rows3<E>>,
+    scale: f32,
+    rows: &'a PagedRows,
+    out: Rows3<E>,
+}
+
+// SAFETY: threads only read through `keys`, `values` and `queries`, and write disjoint rows of `out`; the tensors that
+// own the memory are borrowed by `paged_attention`, which joins every thread before it returns.
+unsafe impl<E: Element> Sync for Job<'_, E> {}
+
+/// A range of one row's tokens: the unit that threads share out.
+struct Piece {
+    index: usize,
+    tokens: Range<usize>,
+}
+
+fn run<E: Element>(
+    kind: Kind,
+    queries: &[&Tensor],
+    cache: &CacheView<'_>,
+    rows: &PagedRows,
+    scale: f64,
+    out: &Tensor,
+    max_threads: usize,
+) -> Result<(), ShapeError> {
+    if rows.rows.is_empty() {
+        return Ok(());
+    }
+    let (num_blocks, dims) = cache_dims(cache, kind)?;
+    let queries = queries.iter().map(|q| Rows3::<E>::new("queries", q, kind)).collect::<Result<Vec<_>, _>>()?;
+    let out = Rows3::new("out", out, kind)?;
+    let heads = out.heads;
+    ensure!(
+        heads > 0 && heads % dims.num_kv_heads == 0,
+        "{heads} query heads for {} key/value heads",
+        dims.num_kv_heads
+    );
+    let dims = Dims { group: heads / dims.num_kv_heads, ..dims };
+    let len: usize = queries.iter().map(|q| q.len).sum();
+    ensure!(len == dims.key_dim, "queries of {len} elements, keys of {}", dims.key_dim);
+    ensure!(out.len == dims.value_dim, "results of {} elements, values of {}", out.len, dims.value_dim);
+    for q in &queries {
+        ensure!(
+            q.heads == heads && q.rows == out.rows,
+            "queries for {} rows of {} heads, results for {} of {heads}",
+            q.rows,
+            q.heads,
+            out.rows
+        );
+    }
+    ensure!(out.is_injective(), "results overlap one another");
+    let span = out.span();
+    ensure!(
+        queries.iter().map(Rows3::span).all(|q| q.end <= span.start || span.end <= q.start),
+        "results overlap the queries"
+    );
+    check_rows(rows, out.rows, num_blocks, dims.block_size)?;
+
+    let (keys, values) =
+        (cache.keys.data_ptr().cast_const().cast(), cache.values.data_ptr().cast_const().cast());
+    let job = Job { isa: Isa::best(), dims, keys, values, queries, scale: scale as f32, rows, out };
+    let work_per_token = heads * (dims.key_dim + dims.value_dim);
+    let tokens: usize = rows.rows.iter().map(|row| row.num_tokens).sum();
+    let threads = (tokens * work_per_token / MIN_WORK_PER_THREAD).clamp(1, max_threads.max(1));
+    let shares = share_out(rows, tokens.div_ceil(threads));
+    if let [only] = &shares[..] {
+        attend_share(&job, only);
+        return Ok(());
+    }
+    let parts: Vec<(usize, RowState)> = std::thread::scope(|scope| {
+        let (first, others) = shares.split_first().expect("two shares or more");
+        let handles: Vec<_> = others.iter().map(|share| scope.spawn(|| attend_share(&job, share))).collect();
+        let mut parts = attend_share(&job, first);
+        for handle in handles {
+            match handle.join() {
+                Ok(more) => parts.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        parts
+    });
+    merge(&job, parts);
+    Ok(())
+}
+
+fn cache_dims(cache: &CacheView<'_>, kind: Kind) -> Result<(usize, Dims), ShapeError> {
+    let mut strides = [0; 2];
+    for (stride, (what, tensor, dim)) in strides
+        .iter_mut()
+        .zip([("keys", cache.keys, cache.key_dim), ("values", cache.values, cache.value_dim)])
+    {
+        check_cpu(what, tensor, kind)?;
+        let size = tensor.size();
+        ensure!(tensor.is_contiguous() && size.len() >= 3, "{what}: shape {size:?}, expected whole blocks");
+        ensure!(size[..2] == cache.keys.size()[..2], "{what}: other blocks than the keys");
+        *stride = size[2..].iter().product::<i64>() as usize;
+        ensure!(
+            dim > 0 && cache.num_kv_heads > 0 && cache.num_kv_heads * dim <= *stride,
+            "{what}: {} heads of {dim} in {} elements a token",
+            cache.num_kv_heads,
+            *stride
+        );
+    }
+    let size = cache.keys.size();
+    let dims = Dims {
+        num_kv_heads: cache.num_kv_heads,
+        group: 1,
+        key_dim: cache.key_dim,
+        value_dim: cache.value_dim,
+        key_stride: strides[0],
+        value_stride: strides[1],
+        block_size: size[1] as usize,
+    };
+    Ok((size[0] as usize, dims))
+}
+
+fn check_rows(
+    rows: &PagedRows,
+    num_rows: usize,
+    num_blocks: usize,
+    block_size: usize,
+) -> Result<(), ShapeError> {
+    if let Some(block) = rows.blocks.iter().find(|&&block| block as usize >= num_blocks) {
+        return Err(ShapeError(format!("block {block} of {num_blocks}")));
+    }
+    let mut seen = vec![false; num_rows];
+    for row in &rows.rows {
+        ensure!(row.row < num_rows, "row {} of {num_rows}", row.row);
+        ensure!(!std::mem::replace(&mut seen[row.row], true), "row {} twice", row.row);
+        ensure!(
+            row.table.start <= row.table.end && row.table.end <= rows.blocks.len(),
+            "row {}: no such block table",
+            row.row
+        );
+        ensure!(
+            row.num_tokens >= 1 && row.num_tokens <= row.table.len() * block_size,
+            "row {}: {} tokens in {} blocks of {block_size}",
+            row.row,
+            row.num_tokens,
+            row.table.len()
+        );
+    }
+    Ok(())
+}
+
+/// Cuts the rows, in order, into shares of `per_share` tokens; a row may be cut too.
+fn share_out(rows: &PagedRows, per_share: usize) -> Vec<Vec<Piece>> {
+    let mut shares = vec![Vec::new()];
+    let mut room = per_share;
+    for (index, row) in rows.rows.iter().enumerate() {
+        let mut from = 0;
+        while from < row.num_tokens {
+            if room == 0 {
+                shares.push(Vec::new());
+                room = per_share;
+            }
+            let to = row.num_tokens.min(from + room);
+            room -= to - from;
+            shares.last_mut().expect("never empty").push(Piece { index, tokens: from..to });
+            from = to;
+        }
+    }
+    shares
+}
+
+/// Does one thread's share: whole rows are written, cut ones returned.
+fn attend_share<E: Element>(job: &Job<'_, E>, share: &[Piece]) -> Vec<(usize, RowState)> {
+    let mut parts = Vec::new();
+    let mut state = RowState::new(&job.dims);
+    for piece in share {
+        let row = &job.rows.rows[piece.index];
+        load_queries(job, row.row, &mut state);
+        state.reset();
+        let table = &job.rows.blocks[row.table.clone()];
+        // SAFETY: `check_rows` compared every block and the number of tokens with the cache, whose shape `cache_dims`
+        // took from the tensors; the state was made for these dims.
+        unsafe {
+            kernel::attend(job.isa, &job.dims, job.keys, job.values, table, piece.tokens.clone(), &mut state);
+        }
+        if piece.tokens.len() == row.num_tokens {
+            write_row(job, row.row, &state);
+        } else {
+            parts.push((row.row, std::mem::replace(&mut state, RowState::new(&job.dims))));
+        }
+    }
+    parts
+}
+
+fn load_queries<E: Element>(job: &Job<'_, E>, row: usize, state: &mut RowState) {
+    for (head, to) in state.queries.chunks_exact_mut(job.dims.key_dim).enumerate() {
+        let mut to = &mut to[..];
+        for part in &job.queries {
+            // SAFETY: row and head are within the shape, which `run` compared; the last dimension is contiguous.
+            let from = unsafe { std::slice::from_raw_parts(part.at(row, head), part.len) };
+            let (now, rest) = to.split_at_mut(part.len);
+            for (to, from) in now.iter_mut().zip(from) {
+                *to = from.to_f32() * job.scale;
+            }
+            to = rest;
+        }
+    }
+}
+
+fn write_row<E: Element>(job: &Job<'_, E>, row: usize, state: &RowState) {
+    for (head, from) in state.acc.chunks_exact(job.dims.value_dim).enumerate() {
+        let norm = 1.0 / state.sum[head];
+        // SAFETY: row and head are within the shape, which `run` compared; no other thread has this row, and nothing
+        // else refers to the memory of `out` while the engine's thread is in this call.
+        let to = unsafe { std::slice::from_raw_parts_mut(job.out.at(row, head), job.dims.value_dim) };
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = E::from_f32(from * norm);
+        }
+    }
+}
+
+/// Joins the parts of each row that was cut; a row's parts are neighbours.
+fn merge<E: Element>(job: &Job<'_, E>, mut parts: Vec<(usize, RowState)>) {
+    while let Some((row, mut whole)) = parts.pop() {
+        while let Some((_, part)) = parts.pop_if(|(other, _)| *other == row) {
+            for head in 0..whole.max.len() {
+                let max = whole.max[head].max(part.max[head]);
+                let (a, b) = ((whole.max[head] - max).exp(), (part.max[head] - max).exp());
+                whole.max[head] = max;
+                whole.sum[head] = whole.sum[head] * a + part.sum[head] * b;
+                let range = head * job.dims.value_dim..(head + 1) * job.dims.value_dim;
+                for (x, y) in whole.acc[range.clone()].iter_mut().zip(&part.acc[range]) {
+                    *x = *x * a + *y * b;
+                }
+            }
+        }
+        write_row(job, row, &whole);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,271 @@
+//! The few vector operations that the attention loops need, for three kinds of CPU, and the choice between them.
+//!
+//! Everything here is `#[inline(always)]`: the loops are generic over [`Simd`] and are compiled once per kind inside a
+//! function with that kind's target features.
+
+/// Vectors of f32.
+pub(crate) trait Simd: Copy {
+    /// Elements of a vector.
+    const LANES: usize;
+    /// A vector.
+    type Vector: Copy;
+
+    /// All lanes `x`.
+    ///
+    /// # Safety
+    /// The CPU has this kind's instructions; so for every function of this trait.
+    unsafe fn splat(x: f32) -> Self::Vector;
+    /// Loads `LANES` floats.
+    ///
+    /// # Safety
+    /// `from` is readable for `LANES` elements, at any alignment.
+    unsafe fn load(from: *const f32) -> Self::Vector;
+    /// Loads `LANES` bfloat16 values, widened.
+    ///
+    /// # Safety
+    /// As for `load`.
+    unsafe fn load_bf16(from: *const u16) -> Self::Vector;
+    /// Writes `LANES` floats.
+    ///
+    /// # Safety
+    /// `to` is writable for `LANES` elements, at any alignment.
+    unsafe fn store(to: *mut f32, x: Self::Vector);
+    /// `a * b`.
+    ///
+    /// # Safety
+    /// See [`splat`](Self::splat).
+    unsafe fn mul(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a * b + c`.
+    ///
+    /// # Safety
+    /// See [`splat`](Self::splat).
+    unsafe fn fma(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// Sum of the lanes.
+    ///
+    /// # Safety
+    /// See [`splat`](Self::splat).
+    unsafe fn sum(x: Self::Vector) -> f32;
+}
+
+/// An element of the KV cache.
+pub(crate) trait Element: Copy + Send + Sync {
+    /// Loads a vector of them as f32.
+    ///
+    /// # Safety
+    /// As for [`Simd::load`].
+    unsafe fn load<S: Simd>(from: *const Self) -> S::Vector;
+    fn to_f32(self) -> f32;
+    fn from_f32(x: f32) -> Self;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise is the same.
+        unsafe { S::load(from) }
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+}
+
+/// bfloat16, as its bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct Bf16(pub(crate) u16);
+
+impl Element for Bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::Vector {
+        // SAFETY: the caller's promise is the same; `Bf16` is a transparent `u16`.
+        unsafe { S::load_bf16(from.cast()) }
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.0) << 16)
+    }
+    /// Rounds to nearest, ties to even; a NaN stays one.
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        let bits = x.to_bits();
+        if x.is_nan() {
+            return Self((bits >> 16) as u16 | 0x40);
+        }
+        let round = 0x7fff + ((bits >> 16) & 1);
+        Self((bits.wrapping_add(round) >> 16) as u16)
+    }
+}
+
+/// Any CPU; the compiler makes of it what it can.
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+impl Simd for Portable {
+    const LANES: usize = 8;
+    type Vector = [f32; 8];
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> [f32; 8] {
+        [x; 8]
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> [f32; 8] {
+        // SAFETY: readable for 8 elements, says the caller.
+        unsafe { from.cast::<[f32; 8]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> [f32; 8] {
+        // SAFETY: readable for 8 elements, says the caller.
+        let bits = unsafe { from.cast::<[u16; 8]>().read_unaligned() };
+        bits.map(|b| Bf16(b).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: [f32; 8]) {
+        // SAFETY: writable for 8 elements, says the caller.
+        unsafe { to.cast::<[f32; 8]>().write_unaligned(x) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn fma(a: [f32; 8], b: [f32; 8], c: [f32; 8]) -> [f32; 8] {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    unsafe fn sum(x: [f32; 8]) -> f32 {
+        (x[0] + x[4]) + (x[1] + x[5]) + ((x[2] + x[6]) + (x[3] + x[7]))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::Simd;
+
+    /// AVX2 and FMA.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx2;
+
+    /// AVX-512 F.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx512;
+
+    // SAFETY of every block in these two implementations: the caller promises that the CPU has the instructions (the
+    // only callers are functions that enable them, reached after `is_x86_feature_detected!`) and that pointers are good
+    // for `LANES` elements; the unaligned forms of load and store are used throughout.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Simd for Avx2 {
+        const LANES: usize = 8;
+        type Vector = __m256;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m256 {
+            unsafe { _mm256_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> __m256 {
+            unsafe { _mm256_loadu_ps(from) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(from: *const u16) -> __m256 {
+            unsafe {
+                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+            }
+        }
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, x: __m256) {
+            unsafe { _mm256_storeu_ps(to, x) }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+            unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn sum(x: __m256) -> f32 {
+            unsafe {
+                let half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+                let pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+                _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
+            }
+        }
+    }
+
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Simd for Avx512 {
+        const LANES: usize = 16;
+        type Vector = __m512;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m512 {
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> __m512 {
+            unsafe { _mm512_loadu_ps(from) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(from: *const u16) -> __m512 {
+            unsafe {
+                let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+            }
+        }
+        #[inline(always)]
+        unsafe fn store(to: *mut f32, x: __m512) {
+            unsafe { _mm512_storeu_ps(to, x) }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn sum(x: __m512) -> f32 {
+            unsafe { _mm512_reduce_add_ps(x) }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+/// Which loops this CPU runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Isa {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Isa {
+    /// The widest that this CPU has. The look-up is a cached load.
+    pub(super) fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
+                return Self::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                return Self::Avx2;
+            }
+        }
+        Self::Portable
+    }
+}
