@@ -179,11 +179,11 @@ impl Mla {
             self.absorbed(layer, &queries, stage, cache)?
         } else {
             let options = (x.kind(), x.device());
-            let attended = Tensor::f_empty([rows, heads * value], options).at(layer, "attention")?;
+            let mut attended = Tensor::f_empty([rows, heads * value], options).at(layer, "attention")?;
             if let Some(index) = &stage.direct_index {
                 let queries = queries.f_index_select(0, index).at(layer, "queries")?;
                 let direct = self.absorbed(layer, &queries, stage, cache)?;
-                attended.shallow_clone().f_index_copy_(0, index, &direct).at(layer, "attention")?;
+                let _ = attended.f_index_copy_(0, index, &direct).at(layer, "attention")?;
             }
             for sequence in &stage.gathered {
                 self.expanded(sequence, &queries, cache, &attended).at(layer, "attention of a chunk")?;

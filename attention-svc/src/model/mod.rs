@@ -20,7 +20,6 @@ mod rope;
 
 use error::{At, outside_layers};
 use gqa::Gqa;
-use kv::LayerCache;
 use mla::Mla;
 use rope::Rope;
 

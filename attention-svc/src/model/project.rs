@@ -19,7 +19,7 @@ impl OutProjection {
     ) -> Result<Self, WeightError> {
         let name = format!("{prefix}.o_proj.weight");
         let weight = weights.tensor(&name, &[hidden as i64, attended as i64])?;
-        let transposed = weight.f_t().map_err(|source| WeightError::Torch { name, source })?;
+        let transposed = weight.f_transpose(0, 1).map_err(|source| WeightError::Torch { name, source })?;
         let bias =
             bias.then(|| weights.tensor(&format!("{prefix}.o_proj.bias"), &[hidden as i64])).transpose()?;
         Ok(Self { transposed, bias })

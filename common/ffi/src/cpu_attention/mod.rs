@@ -188,7 +188,8 @@ fn run<E: Element>(
         return Ok(());
     }
     let (num_blocks, dims) = cache_dims(cache, kind)?;
-    let queries = queries.iter().map(|q| Rows3::<E>::new("queries", q, kind)).collect::<Result<Vec<_>, _>>()?;
+    let queries =
+        queries.iter().map(|q| Rows3::<E>::new("queries", q, kind)).collect::<Result<Vec<_>, _>>()?;
     let out = Rows3::new("out", out, kind)?;
     let heads = out.heads;
     ensure!(

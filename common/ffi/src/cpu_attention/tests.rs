@@ -265,7 +265,8 @@ fn what_does_not_fit_is_refused_in_words() {
         let broadcast = Tensor::zeros([1, 1, 8], (Kind::Float, Device::Cpu)).expand([1, 4, 8], false);
         assert!(refused(&q, row(0, 1), &broadcast).contains("overlap one another"));
         assert!(
-            refused(&q, PagedRows { rows: [row(0, 1).rows, row(0, 1).rows].concat(), ..row(0, 1) }, &out).contains("twice")
+            refused(&q, PagedRows { rows: [row(0, 1).rows, row(0, 1).rows].concat(), ..row(0, 1) }, &out)
+                .contains("twice")
         );
     });
 }
