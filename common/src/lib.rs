@@ -10,5 +10,7 @@ pub mod frame;
 pub mod identity;
 pub mod ids;
 pub mod link;
+pub mod net;
 pub mod proto;
+pub mod telemetry;
 pub mod weights;

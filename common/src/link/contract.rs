@@ -23,7 +23,7 @@ pub trait Wire {
     /// Sends these bytes: a frame, or what looks like one.
     fn write(&mut self, bytes: &[u8]);
     /// Sends as much of a frame as the transport can send of one, and breaks off without a word.
-    fn cut_within(self: Box<Self>, frame: &[u8]);
+    fn cut_within(&mut self, frame: &[u8]);
 }
 
 /// One end with the bell it rings.

@@ -16,6 +16,7 @@ mod doorbell;
 pub mod grants;
 mod in_frame;
 mod inbox;
+pub mod inline;
 pub mod loopback;
 pub mod pool;
 mod port;

@@ -48,7 +48,7 @@ impl Wire for TcpStream {
         self.write_all(bytes).unwrap();
     }
 
-    fn cut_within(mut self: Box<Self>, frame: &[u8]) {
+    fn cut_within(&mut self, frame: &[u8]) {
         self.write_all(&frame[..frame.len() / 2]).unwrap();
         self.shutdown(Shutdown::Write).unwrap();
     }

@@ -1,0 +1,291 @@
+//! The one listening port of a process, for both services: HTTP/1.1, HTTP/2 (gRPC) and links side by side.
+//!
+//! The accept loop sets nodelay, lets [`sniff`] decide what a connection speaks, and hands links to the role's acceptor
+//! and everything else to hyper. TLS joins in [`serve_connection`], between accepting and sniffing: everything behind it
+//! is generic over the stream. What a request may do, and how large its body may be, is the router's business.
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::ConnectInfo;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::server::TcpConnectInfo;
+use tower::ServiceExt;
+
+pub mod client;
+mod prefixed;
+mod sniff;
+mod stats;
+
+use prefixed::Prefixed;
+use sniff::Speaks;
+pub use stats::{NetCounts, NetStats};
+
+/// Flow-control window of an HTTP/2 stream and of a connection, bytes: a hop of rows in one go.
+pub(crate) const WINDOW_BYTES: u32 = 4 << 20;
+/// Largest HTTP/2 frame, bytes.
+const FRAME_BYTES: u32 = 1 << 20;
+/// Between pings of an idle HTTP/2 connection, and for their answer.
+pub(crate) const KEEPALIVE: Duration = Duration::from_secs(20);
+
+/// Takes a connection that began with a link's magic, which was read already. Runs on a thread that may block, counts
+/// as a connection until it returns, and does the handshake ([`crate::link::tcp::answer`]) within its own deadline.
+pub type LinkAcceptor = Arc<dyn Fn(std::net::TcpStream, SocketAddr) + Send + Sync>;
+
+/// Why the port cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum NetError {
+    /// Another process listens there.
+    #[error(
+        "{address} is in use by another process; choose another listen address, or port 0 for a free one"
+    )]
+    InUse {
+        /// What was asked for.
+        address: SocketAddr,
+    },
+    /// The system does not let this process listen there.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// What was asked for.
+        address: SocketAddr,
+        /// The system's own words.
+        source: io::Error,
+    },
+    /// An address to dial is no address.
+    #[error("{address:?} is not an address: {what}")]
+    Address {
+        /// As given.
+        address: String,
+        /// What is wrong with it.
+        what: String,
+    },
+}
+
+/// Bounds of a port.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Connections open at once; more are closed as soon as they are accepted.
+    pub max_connections: usize,
+    /// Requests in flight on one HTTP/2 connection.
+    pub max_streams: u32,
+    /// Bytes of all headers of a request.
+    pub max_header_bytes: u32,
+    /// Time for a connection's first bytes, and for each request's headers.
+    pub header_timeout: Duration,
+    /// Time for what is running when the port is stopped.
+    pub drain: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            max_connections: 4096,
+            max_streams: 1024,
+            max_header_bytes: 32 << 10,
+            header_timeout: Duration::from_secs(10),
+            drain: Duration::from_secs(30),
+        }
+    }
+}
+
+/// How a stop went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drained {
+    /// Connections that were cut because they did not end in time.
+    pub cut: usize,
+}
+
+/// A bound port.
+pub struct Listener {
+    inner: TcpListener,
+    address: SocketAddr,
+    stats: Arc<NetStats>,
+}
+
+impl Listener {
+    /// Takes the port; clients that connect from now on wait until it is served.
+    ///
+    /// # Errors
+    /// [`NetError::InUse`] or [`NetError::Listen`].
+    pub async fn bind(address: SocketAddr) -> Result<Self, NetError> {
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::AddrInUse => NetError::InUse { address },
+            _ => NetError::Listen { address, source },
+        };
+        let inner = TcpListener::bind(address).await.map_err(failed)?;
+        let address = inner.local_addr().map_err(failed)?;
+        Ok(Self { inner, address, stats: Arc::default() })
+    }
+
+    /// Where it listens: the real port when 0 was asked for.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What happened on this port; outlives it.
+    pub fn stats(&self) -> Arc<NetStats> {
+        Arc::clone(&self.stats)
+    }
+
+    /// Serves `router` (gRPC services join it through `tonic::service::Routes::into_axum_router`) and links until `stop`;
+    /// then accepts nothing new, tells HTTP/2 clients to go away, and waits for what is running. A role without links
+    /// closes connections that want one.
+    pub async fn serve(
+        self,
+        router: Router,
+        links: Option<LinkAcceptor>,
+        options: Options,
+        stop: CancellationToken,
+    ) -> Drained {
+        let permits = Arc::new(Semaphore::new(options.max_connections));
+        let mut connections = JoinSet::new();
+        let drain = options.drain;
+        let port =
+            Arc::new(Port { http: http_builder(&options), router, links, options, stop: stop.clone() });
+        loop {
+            // Finished connections are reaped as the loop turns.
+            while connections.try_join_next().is_some() {}
+            let (stream, peer) = tokio::select! {
+                accepted = self.inner.accept() => match accepted {
+                    Ok(accepted) => accepted,
+                    Err(error) => {
+                        tracing::warn!(%error, "accepting a connection failed");
+                        pause_after(&error).await;
+                        continue;
+                    }
+                },
+                () = stop.cancelled() => break,
+            };
+            let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else {
+                self.stats.refused();
+                tracing::debug!(%peer, "closed: too many connections");
+                continue;
+            };
+            let (port, stats) = (Arc::clone(&port), Arc::clone(&self.stats));
+            connections.spawn(async move {
+                stats.opened();
+                serve_connection(&port, &stats, stream, peer).await;
+                stats.closed();
+                drop(permit);
+            });
+        }
+        drop(self.inner);
+        let cut = match timeout(drain, async { while connections.join_next().await.is_some() {} }).await {
+            Ok(()) => 0,
+            Err(_) => connections.len(),
+        };
+        connections.shutdown().await;
+        Drained { cut }
+    }
+}
+
+/// What every connection of a port needs.
+struct Port {
+    http: auto::Builder<TokioExecutor>,
+    router: Router,
+    links: Option<LinkAcceptor>,
+    options: Options,
+    stop: CancellationToken,
+}
+
+/// When the process is out of descriptors only time helps; other failures concern one connection.
+async fn pause_after(error: &io::Error) {
+    if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn http_builder(options: &Options) -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(options.header_timeout)
+        .max_buf_size((options.max_header_bytes as usize).max(16 << 10));
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
+        .max_frame_size(FRAME_BYTES)
+        .max_send_buf_size(WINDOW_BYTES as usize)
+        .max_concurrent_streams(options.max_streams)
+        .max_header_list_size(options.max_header_bytes)
+        .keep_alive_interval(KEEPALIVE)
+        .keep_alive_timeout(KEEPALIVE);
+    builder
+}
+
+async fn serve_connection(port: &Port, stats: &NetStats, mut stream: TcpStream, peer: SocketAddr) {
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%peer, %error, "connection is gone");
+        return;
+    }
+    let connect_info = TcpConnectInfo { local_addr: stream.local_addr().ok(), remote_addr: Some(peer) };
+    let first = tokio::select! {
+        first = timeout(port.options.header_timeout, sniff::first_bytes(&mut stream)) => first,
+        () = port.stop.cancelled() => return,
+    };
+    match first {
+        Ok(Ok((Speaks::Http, read))) => {
+            serve_http(port, Prefixed::new(stream, read), peer, connect_info).await
+        }
+        Ok(Ok((Speaks::Link, _))) => {
+            stats.link();
+            hand_over(port, stream, peer).await;
+        }
+        Ok(Err(error)) => tracing::debug!(%peer, %error, "connection ended before it said anything"),
+        Err(_) => tracing::debug!(%peer, "connection said nothing in time"),
+    }
+}
+
+async fn serve_http<S>(port: &Port, stream: Prefixed<S>, peer: SocketAddr, connect_info: TcpConnectInfo)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = service_fn(|mut request: http::Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(ConnectInfo(peer));
+        request.extensions_mut().insert(connect_info.clone());
+        port.router.clone().oneshot(request)
+    });
+    let connection = port.http.serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(connection);
+    let served = tokio::select! {
+        served = connection.as_mut() => served,
+        () = port.stop.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = served {
+        tracing::debug!(%peer, error, "connection failed");
+    }
+}
+
+async fn hand_over(port: &Port, stream: TcpStream, peer: SocketAddr) {
+    let Some(acceptor) = port.links.clone() else {
+        tracing::warn!(%peer, "closed: this role has no links to attach to");
+        return;
+    };
+    match stream.into_std() {
+        Ok(stream) => {
+            if let Err(error) = tokio::task::spawn_blocking(move || acceptor(stream, peer)).await {
+                tracing::error!(%peer, %error, "the link acceptor failed");
+            }
+        }
+        Err(error) => tracing::debug!(%peer, %error, "connection is gone"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

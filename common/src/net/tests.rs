@@ -1,0 +1,217 @@
+//! One port, three protocols.
+use std::io::{Read, Write};
+use std::time::Instant;
+
+use axum::routing::get;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::mpsc;
+use tonic::{Request, Response, Status};
+
+use super::*;
+use crate::link::contract::{self, PATIENCE};
+use crate::link::grants::{LinkId, Secret, Ticket};
+use crate::link::{Doorbell, HopLink, tcp};
+use crate::proto::v1::layer_stage_service_client::LayerStageServiceClient;
+use crate::proto::v1::layer_stage_service_server::{LayerStageService, LayerStageServiceServer};
+use crate::proto::v1::{
+    DescribeRequest, DescribeResponse, RunStageRequest, RunStageResponse, StreamStagesRequest,
+};
+
+struct Echo;
+
+#[tonic::async_trait]
+impl LayerStageService for Echo {
+    async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<DescribeResponse>, Status> {
+        Err(Status::unimplemented("not in this test"))
+    }
+
+    async fn run_stage(
+        &self,
+        request: Request<RunStageRequest>,
+    ) -> Result<Response<RunStageResponse>, Status> {
+        assert!(request.remote_addr().is_some(), "the peer's address is known to gRPC services");
+        Ok(Response::new(RunStageResponse { hidden_states: request.into_inner().hidden_states }))
+    }
+
+    type StreamStagesStream = crate::link::inline::ResponseStream;
+
+    async fn stream_stages(
+        &self,
+        _: Request<tonic::Streaming<StreamStagesRequest>>,
+    ) -> Result<Response<Self::StreamStagesStream>, Status> {
+        Err(Status::unimplemented("not in this test"))
+    }
+}
+
+struct Served {
+    address: SocketAddr,
+    stats: Arc<NetStats>,
+    stop: CancellationToken,
+    task: tokio::task::JoinHandle<Drained>,
+}
+
+async fn serve(links: Option<LinkAcceptor>, options: Options) -> Served {
+    let (reporter, health) = tonic_health::server::health_reporter();
+    reporter.set_service_status("", tonic_health::ServingStatus::Serving).await;
+    let slow = || async {
+        sleep(Duration::from_millis(200)).await;
+        "slow"
+    };
+    let router = tonic::service::Routes::new(health)
+        .add_service(LayerStageServiceServer::new(Echo))
+        .into_axum_router()
+        .route(
+            "/hello",
+            get(|ConnectInfo(peer): ConnectInfo<SocketAddr>| async move { format!("hello {peer}") }),
+        )
+        .route("/slow", get(slow));
+    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+    let (address, stats, stop) = (listener.address(), listener.stats(), CancellationToken::new());
+    let task = tokio::spawn(listener.serve(router, links, options, stop.clone()));
+    Served { address, stats, stop, task }
+}
+
+impl Served {
+    async fn stop(self) -> Drained {
+        self.stop.cancel();
+        timeout(PATIENCE, self.task).await.unwrap().unwrap()
+    }
+}
+
+async fn http1_get(address: SocketAddr, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut response = String::new();
+    stream.read_to_string(&mut response).await.unwrap();
+    response
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn http_grpc_and_links_share_one_port() {
+    let (attached, mut links) = mpsc::channel(1);
+    let acceptor: LinkAcceptor = Arc::new(move |stream, _| {
+        let answer = |ticket: &Ticket| Ok((contract::limits("A0"), Doorbell::default(), ticket.link_id));
+        attached.blocking_send(tcp::answer(stream, PATIENCE, answer).unwrap()).ok().unwrap();
+    });
+    let served = serve(Some(acceptor), Options::default()).await;
+
+    let response = http1_get(served.address, "/hello").await;
+    assert!(response.starts_with("HTTP/1.1 200") && response.contains("hello 127.0.0.1:"), "{response}");
+
+    let channel = client::endpoint(&served.address.to_string(), PATIENCE).unwrap().connect().await.unwrap();
+    let mut health = tonic_health::pb::health_client::HealthClient::new(channel.clone());
+    let status = health.check(tonic_health::pb::HealthCheckRequest::default()).await.unwrap().into_inner();
+    assert_eq!(status.status(), tonic_health::pb::health_check_response::ServingStatus::Serving);
+
+    let address = served.address;
+    let ticket = Ticket { link_id: LinkId(77), secret: Secret::from_slice(&[3; 16]).unwrap() };
+    let dialing = tokio::task::spawn_blocking(move || {
+        tcp::dial(address, &ticket, contract::limits("F0"), Doorbell::default(), PATIENCE).unwrap()
+    });
+    let (_, link_id) = timeout(PATIENCE, links.recv()).await.unwrap().unwrap();
+    assert_eq!(link_id, LinkId(77));
+    assert_eq!(dialing.await.unwrap().limits().peer, "F0");
+
+    let mut stages = LayerStageServiceClient::new(channel);
+    let mut times = Vec::new();
+    for _ in 0..200 {
+        let tensor = crate::proto::v1::Tensor { dtype: 2, shape: vec![7, 1024], data: vec![1; 14 << 10] };
+        let request = RunStageRequest { layer: 0, hidden_states: Some(tensor), side_tensors: Vec::new() };
+        let started = Instant::now();
+        let echoed = stages.run_stage(request).await.unwrap().into_inner();
+        times.push(started.elapsed());
+        assert_eq!(echoed.hidden_states.unwrap().data.len(), 14 << 10);
+    }
+    times.sort();
+    println!("a unary call carrying 14 KB there and back: p50 {:?}, p99 {:?}", times[100], times[198]);
+
+    let counts = served.stats.counts();
+    assert_eq!((counts.accepted, counts.links, counts.refused), (3, 1, 0));
+    drop((health, stages));
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_port_in_use_is_named() {
+    let first = Listener::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+    let error = Listener::bind(first.address()).await.err().unwrap();
+    assert!(matches!(error, NetError::InUse { address } if address == first.address()));
+    assert!(error.to_string().contains(&first.address().to_string()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_and_slow_connections_are_closed() {
+    let options = Options { header_timeout: Duration::from_millis(100), ..Options::default() };
+    let served = serve(None, options).await;
+    for beginning in [&b""[..], b"AFDL", b"PRI * HT", b"GET /hello HTTP/1.1\r\nhost:"] {
+        let mut stream = TcpStream::connect(served.address).await.unwrap();
+        stream.write_all(beginning).await.unwrap();
+        let mut rest = Vec::new();
+        let closed = timeout(PATIENCE, stream.read_to_end(&mut rest)).await;
+        assert!(closed.is_ok(), "{beginning:?} kept its connection");
+    }
+    // A role without links closes a connection that wants one.
+    let mut stream = TcpStream::connect(served.address).await.unwrap();
+    stream.write_all(&[&tcp::MAGIC[..], &[0; 32]].concat()).await.unwrap();
+    let mut rest = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut rest)).await.unwrap();
+    assert!(rest.is_empty());
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_beyond_the_limit_are_closed_at_once() {
+    let served = serve(None, Options { max_connections: 1, ..Options::default() }).await;
+    let mut first = TcpStream::connect(served.address).await.unwrap();
+    first.write_all(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+    let mut byte = [0];
+    first.read_exact(&mut byte).await.unwrap();
+    let mut second = TcpStream::connect(served.address).await.unwrap();
+    let read = timeout(PATIENCE, second.read(&mut byte)).await.unwrap();
+    assert!(matches!(read, Ok(0) | Err(_)));
+    assert_eq!(served.stats.counts().refused, 1);
+    drop(first);
+    let deadline = Instant::now() + PATIENCE;
+    while served.stats.counts().open > 0 {
+        assert!(Instant::now() < deadline);
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_lets_running_requests_end_and_cuts_what_does_not() {
+    let served = serve(None, Options::default()).await;
+    let address = served.address;
+    let running = tokio::spawn(async move { http1_get(address, "/slow").await });
+    let idle = tokio::task::spawn_blocking(move || {
+        let mut idle = std::net::TcpStream::connect(address).unwrap();
+        idle.write_all(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+        idle.read_exact(&mut [0; 1]).unwrap();
+        idle
+    });
+    let _idle = idle.await.unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while served.stats.counts().accepted < 2 {
+        assert!(Instant::now() < deadline);
+        tokio::task::yield_now().await;
+    }
+    // The request is running once its connection was told apart; a moment is enough, and too little would fail below.
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+    assert!(running.await.unwrap().ends_with("slow"));
+    assert!(TcpStream::connect(address).await.is_err(), "nothing listens any more");
+
+    let served = serve(None, Options { drain: Duration::from_millis(20), ..Options::default() }).await;
+    let address = served.address;
+    let running = tokio::spawn(async move {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let mut rest = Vec::new();
+        let _ = stream.read_to_end(&mut rest).await;
+        rest
+    });
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(served.stop().await, Drained { cut: 1 });
+    assert!(running.await.unwrap().is_empty());
+}

@@ -1,0 +1,165 @@
+//! Logs on stderr, as text for people or JSON for machines. Fields of the spans around an event (the request id among
+//! them) are part of every line.
+use std::fmt;
+use std::io::{self, IsTerminal};
+use std::str::FromStr;
+
+use tracing::Subscriber;
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt as format};
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// For people; coloured on a terminal.
+    #[default]
+    Text,
+    /// One object per line.
+    Json,
+}
+
+impl FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            other => Err(format!("{other:?} is no log format; known are \"text\" and \"json\"")),
+        }
+    }
+}
+
+impl fmt::Display for LogFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Text => "text",
+            Self::Json => "json",
+        })
+    }
+}
+
+/// What is logged, and how.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogConfig {
+    /// How lines look.
+    pub format: LogFormat,
+    /// A level, or levels by module: "info", "warn,ffn_svc=debug".
+    pub filter: String,
+}
+
+impl Default for LogConfig {
+    fn default() -> Self {
+        Self { format: LogFormat::Text, filter: "info".into() }
+    }
+}
+
+/// Why logs cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The filter cannot be read.
+    #[error("log filter {filter:?}: {what}")]
+    Filter {
+        /// As configured.
+        filter: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Something else installed a subscriber before.
+    #[error("logs are set up already")]
+    SetUpTwice,
+}
+
+/// Sends events of the whole process to stderr from now on. For `main`, once.
+///
+/// # Errors
+/// [`LogError`].
+pub fn init(config: &LogConfig) -> Result<(), LogError> {
+    let colour = io::stderr().is_terminal();
+    subscriber(config, io::stderr, colour)?.try_init().map_err(|_| LogError::SetUpTwice)
+}
+
+/// The subscriber behind [`init`], for any writer. Spans reach further layers (an exporter) through the same registry.
+fn subscriber<W>(
+    config: &LogConfig,
+    writer: W,
+    colour: bool,
+) -> Result<impl Subscriber + Send + Sync, LogError>
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let filter = EnvFilter::try_new(&config.filter)
+        .map_err(|error| LogError::Filter { filter: config.filter.clone(), what: error.to_string() })?;
+    let lines: Box<dyn Layer<Registry> + Send + Sync> = match config.format {
+        LogFormat::Text => format::layer().with_writer(writer).with_ansi(colour).with_filter(filter).boxed(),
+        LogFormat::Json => format::layer()
+            .json()
+            .flatten_event(true)
+            .with_current_span(true)
+            .with_span_list(false)
+            .with_writer(writer)
+            .with_filter(filter)
+            .boxed(),
+    };
+    Ok(tracing_subscriber::registry().with(lines))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn logged(config: &LogConfig, work: impl FnOnce()) -> String {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        tracing::subscriber::with_default(subscriber(config, move || writer.clone(), false).unwrap(), work);
+        let bytes = lines.0.lock().unwrap();
+        String::from_utf8(bytes.clone()).unwrap()
+    }
+
+    fn work() {
+        let span = tracing::info_span!("request", request_id = "r-1");
+        let _entered = span.enter();
+        tracing::info!(rows = 3, "served");
+        tracing::debug!("not wanted");
+    }
+
+    #[test]
+    fn lines_carry_the_request_id_in_both_formats() {
+        let json = logged(&LogConfig { format: LogFormat::Json, ..LogConfig::default() }, work);
+        let [line] = json.lines().collect::<Vec<_>>()[..] else { panic!("{json}") };
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!((&line["message"], &line["rows"]), (&"served".into(), &3.into()));
+        assert_eq!(line["span"]["request_id"], "r-1");
+        let text = logged(&LogConfig::default(), work);
+        assert!(text.contains("served") && text.contains("r-1") && !text.contains("not wanted"), "{text}");
+    }
+
+    #[test]
+    fn a_wrong_filter_or_format_is_named() {
+        let config = LogConfig { filter: "info,x=loud".into(), ..LogConfig::default() };
+        let error = subscriber(&config, io::stderr, false).err().unwrap();
+        assert!(error.to_string().contains("x=loud"), "{error}");
+        assert!("xml".parse::<LogFormat>().unwrap_err().contains("xml"));
+        assert_eq!("json".parse(), Ok(LogFormat::Json));
+    }
+}
