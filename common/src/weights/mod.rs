@@ -1,10 +1,42 @@
 //! A checkpoint's tensors: mapped in place and read only where a role needs them, or made up (`--load-format dummy`).
 //!
 //! A role asks for each tensor by its checkpoint name and the shape it must have; nothing else of the files is read.
+//! What is stored in the compute dtype is viewed in place, so that the weights of all processes of a host share one page
+//! cache; what must be converted, cut by columns or dequantised is copied, and its pages are given back. Views are
+//! read-only: an in-place operation on one ends the process. In reading order: `header` (what a file says it holds),
+//! `checkpoint` (files to tensors), `fp8`, `dummy`.
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Mutex;
+
+use sha2::{Digest, Sha256};
 use tch::{Kind, Tensor};
 
-/// Where tensors come from.
-pub struct Weights;
+use crate::config::model::ModelConfig;
+
+mod checkpoint;
+mod dummy;
+mod fp8;
+mod header;
+#[cfg(test)]
+mod tests;
+
+use checkpoint::Checkpoint;
+use dummy::Dummy;
+
+/// Where tensors come from. All tensors are on the CPU.
+pub struct Weights {
+    source: Source,
+    kind: Kind,
+    fingerprint: String,
+    asked_for: Mutex<BTreeSet<String>>,
+}
+
+enum Source {
+    Checkpoint(Checkpoint),
+    Dummy(Dummy),
+}
 
 /// Why a tensor cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -51,17 +83,164 @@ pub enum WeightError {
     },
 }
 
+/// A rectangle of a tensor: rows (dimension 0), and columns (dimension 1) if not all of them.
+#[derive(Clone, Debug)]
+struct Part {
+    rows: Range<usize>,
+    columns: Option<Range<usize>>,
+}
+
+impl Part {
+    fn whole(shape: &[i64]) -> Self {
+        Self::rows(0..shape.first().map_or(1, |&rows| rows.max(0) as usize))
+    }
+
+    fn rows(rows: Range<usize>) -> Self {
+        Self { rows, columns: None }
+    }
+
+    /// Inside a tensor of this shape.
+    fn fits(&self, shape: &[i64]) -> bool {
+        let within = |range: &Range<usize>, size: Option<&i64>| {
+            range.start <= range.end && size.is_some_and(|&size| range.end as i64 <= size)
+        };
+        let columns_fit = self.columns.as_ref().is_none_or(|columns| within(columns, shape.get(1)));
+        columns_fit && (shape.is_empty() || within(&self.rows, shape.first()))
+    }
+}
+
 impl Weights {
+    /// Maps the safetensors of a checkpoint folder, one file or several with an index. Reads and checks their headers,
+    /// no tensor.
+    ///
+    /// `kind` is the compute dtype: what [`tensor`](Self::tensor) returns.
+    ///
+    /// # Errors
+    /// [`WeightError::File`] names the file; a retry does not help.
+    pub fn open(folder: &Path, config: &ModelConfig, kind: Kind) -> Result<Self, WeightError> {
+        let checkpoint = Checkpoint::open(folder, config.fp8_block)?;
+        let mut hash = Sha256::new();
+        hash.update(config.canonical_json());
+        for (name, dtype, shape) in checkpoint.list() {
+            hash.update(format!("\n{name} {dtype} {shape:?}"));
+        }
+        Ok(Self::new(Source::Checkpoint(checkpoint), kind, hash))
+    }
+
+    /// Random weights for benchmarks and tests: the same for the same seed, whatever is asked for first, and a part of
+    /// a tensor equals that part of the whole. Norms are 1, biases 0, routers N(0, 0.05), the rest N(0, 1/fan-in), so
+    /// that activations stay finite and routing is spread out.
+    pub fn dummy(config: &ModelConfig, kind: Kind, seed: u64) -> Self {
+        let hash =
+            Sha256::new().chain_update(config.canonical_json()).chain_update(format!("\ndummy {seed}"));
+        Self::new(Source::Dummy(Dummy::new(seed, config.tie_word_embeddings)), kind, hash)
+    }
+
+    fn new(source: Source, kind: Kind, hash: Sha256) -> Self {
+        let fingerprint = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        Self { source, kind, fingerprint, asked_for: Mutex::default() }
+    }
+
     /// The whole tensor in the compute dtype.
     ///
     /// # Errors
     /// [`WeightError`] names the tensor; a retry does not help.
-    pub fn tensor(&self, name: &str, _shape: &[i64]) -> Result<Tensor, WeightError> {
-        Err(WeightError::Missing { name: name.into() })
+    pub fn tensor(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightError> {
+        self.part(name, shape, Part::whole(shape), self.kind)
+    }
+
+    /// The whole tensor as [`Kind::Float`] whatever the compute dtype, as routers and correction biases need it.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
+    pub fn tensor_f32(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightError> {
+        self.part(name, shape, Part::whole(shape), Kind::Float)
+    }
+
+    /// Some rows (dimension 0) of the tensor of this shape, in the compute dtype; in place where `tensor` would be.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor), or [`WeightError::Shape`] when there are no such rows.
+    pub fn rows(&self, name: &str, shape: &[i64], rows: Range<usize>) -> Result<Tensor, WeightError> {
+        self.part(name, shape, Part::rows(rows), self.kind)
+    }
+
+    /// Some columns (dimension 1) of the tensor of this shape, in the compute dtype, contiguous: a copy unless it is all
+    /// of them.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor), or [`WeightError::Shape`] when there are no such columns.
+    pub fn columns(&self, name: &str, shape: &[i64], columns: Range<usize>) -> Result<Tensor, WeightError> {
+        let all = shape.get(1).is_some_and(|&width| columns == (0..width as usize));
+        let part = Part { columns: (!all).then_some(columns), ..Part::whole(shape) };
+        self.part(name, shape, part, self.kind)
+    }
+
+    /// The same rows of several tensors of one shape, below one another in one tensor where that costs no memory: when
+    /// they are neighbours in the file, or are converted anyway. Otherwise one tensor each.
+    ///
+    /// # Errors
+    /// As [`rows`](Self::rows).
+    pub fn rows_joined(
+        &self,
+        names: &[&str],
+        shape: &[i64],
+        rows: Range<usize>,
+    ) -> Result<Vec<Tensor>, WeightError> {
+        if let Source::Checkpoint(checkpoint) = &self.source {
+            if let Some(view) = checkpoint.neighbours(names, shape, &rows, self.kind)? {
+                names.iter().for_each(|name| self.note(name));
+                return Ok(vec![view]);
+            }
+            let in_place =
+                names.iter().any(|name| checkpoint.dtype(name) == Some(header::name_of(self.kind)));
+            if in_place {
+                return names.iter().map(|name| self.rows(name, shape, rows.clone())).collect();
+            }
+        }
+        let parts =
+            names.iter().map(|name| self.rows(name, shape, rows.clone())).collect::<Result<Vec<_>, _>>()?;
+        let torch = |source| WeightError::Torch { name: names.join(" | "), source };
+        Ok(vec![Tensor::f_cat(&parts, 0).map_err(torch)?])
+    }
+
+    /// Whether the checkpoint has such a tensor.
+    pub fn contains(&self, name: &str) -> bool {
+        match &self.source {
+            Source::Checkpoint(checkpoint) => checkpoint.dtype(name).is_some(),
+            Source::Dummy(dummy) => dummy.contains(name),
+        }
     }
 
     /// Compute dtype.
     pub fn kind(&self) -> Kind {
-        Kind::Float
+        self.kind
+    }
+
+    /// SHA-256, in lower-case hex, over what the configuration computes and the name, dtype and shape of every tensor.
+    /// Two processes with equal fingerprints may work together.
+    pub fn fingerprint(&self) -> &str {
+        &self.fingerprint
+    }
+
+    /// Names of the tensors that were asked for, sorted: what this role reads of the checkpoint.
+    pub fn asked_for(&self) -> Vec<String> {
+        self.asked_for.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).iter().cloned().collect()
+    }
+
+    fn part(&self, name: &str, shape: &[i64], part: Part, kind: Kind) -> Result<Tensor, WeightError> {
+        self.note(name);
+        if !part.fits(shape) {
+            let expected = vec![part.rows.end as i64, part.columns.map_or(0, |columns| columns.end as i64)];
+            return Err(WeightError::Shape { name: name.into(), expected, found: shape.into() });
+        }
+        match &self.source {
+            Source::Checkpoint(checkpoint) => checkpoint.load(name, shape, &part, kind),
+            Source::Dummy(dummy) => dummy.load(name, shape, &part, kind),
+        }
+    }
+
+    fn note(&self, name: &str) {
+        self.asked_for.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(name.into());
     }
 }

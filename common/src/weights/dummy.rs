@@ -1,0 +1,94 @@
+//! Random weights out of nothing. One long noise sequence is drawn once; every row of every tensor is a window of it
+//! whose place follows from seed, name and row alone. So parts equal the same part of the whole, and tens of gigabytes
+//! are made at the speed of copying.
+use std::sync::Mutex;
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sha2::{Digest, Sha256};
+use tch::{Device, Kind, TchError, Tensor};
+
+use super::{Part, WeightError};
+
+/// Longer than any row.
+const NOISE: usize = (1 << 19) - 1;
+
+const ROUTER_DEVIATION: f64 = 0.05;
+
+pub(super) struct Dummy {
+    seed: u64,
+    tied: bool,
+    /// `[NOISE]` f32, standard normal. Behind a lock because a tensor must not be used by two threads at once.
+    noise: Mutex<Tensor>,
+}
+
+impl Dummy {
+    pub(super) fn new(seed: u64, tied: bool) -> Self {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut noise = Vec::with_capacity(NOISE + 1);
+        while noise.len() < NOISE {
+            // Box–Muller: two uniform numbers become two normal ones.
+            let radius = (-2.0 * (1.0 - random.random::<f32>()).ln()).sqrt();
+            let angle = std::f32::consts::TAU * random.random::<f32>();
+            noise.extend([radius * angle.cos(), radius * angle.sin()]);
+        }
+        noise.truncate(NOISE);
+        Self { seed, tied, noise: Mutex::new(Tensor::from_slice(&noise)) }
+    }
+
+    /// Everything is there but what the configuration says is not.
+    pub(super) fn contains(&self, name: &str) -> bool {
+        !name.ends_with("_scale_inv") && !(self.tied && name == "lm_head.weight")
+    }
+
+    pub(super) fn load(
+        &self,
+        name: &str,
+        shape: &[i64],
+        part: &Part,
+        kind: Kind,
+    ) -> Result<Tensor, WeightError> {
+        let torch = |source| WeightError::Torch { name: name.into(), source };
+        match shape {
+            &[_, columns] => self.matrix(name, columns, part, kind).map_err(torch),
+            _ => {
+                let mut size = shape.to_vec();
+                if let Some(first) = size.first_mut() {
+                    *first = part.rows.len() as i64;
+                }
+                let value = if name.contains("norm") { 1.0 } else { 0.0 };
+                Tensor::f_full(&size, value, (kind, Device::Cpu)).map_err(torch)
+            }
+        }
+    }
+
+    fn matrix(&self, name: &str, columns: i64, part: &Part, kind: Kind) -> Result<Tensor, TchError> {
+        let is_router = name.ends_with(".gate.weight");
+        let deviation = if is_router { ROUTER_DEVIATION } else { 1.0 / (columns.max(1) as f64).sqrt() };
+        let windows = (NOISE as i64 - columns + 1).max(1) as u64;
+        let key = self.key(name);
+        let starts: Vec<i64> =
+            part.rows.clone().map(|row| (mix(key ^ row as u64) % windows) as i64).collect();
+        let noise = self.noise.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let rows = noise.f_unfold(0, columns, 1)?.f_index_select(0, &Tensor::from_slice(&starts))?;
+        drop(noise);
+        let cut = match &part.columns {
+            Some(cut) => rows.f_narrow(1, cut.start as i64, cut.len() as i64)?,
+            None => rows,
+        };
+        cut.f_mul_scalar(deviation)?.f_to_kind(kind)?.f_contiguous()
+    }
+
+    fn key(&self, name: &str) -> u64 {
+        let digest = Sha256::new().chain_update(self.seed.to_le_bytes()).chain_update(name).finalize();
+        digest.first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    }
+}
+
+/// Spreads neighbouring numbers over all of u64 (the finaliser of SplitMix64).
+fn mix(number: u64) -> u64 {
+    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
