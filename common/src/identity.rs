@@ -1,5 +1,5 @@
 //! What two processes compare before they work together, computed alike on both sides.
-use crate::config::model::{Architecture, ModelConfig};
+use crate::config::model::ModelConfig;
 use crate::frame::RowType;
 use crate::proto::v1;
 
@@ -23,20 +23,6 @@ impl From<GatePlacement> for v1::GatePlacement {
     }
 }
 
-impl Architecture {
-    /// The Hugging Face name, as `config.json` has it under `architectures`.
-    pub fn hf_name(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Mixtral => "MixtralForCausalLM",
-            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
-            Self::Olmoe => "OlmoeForCausalLM",
-            Self::DeepseekV2 => "DeepseekV2ForCausalLM",
-            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
-        }
-    }
-}
-
 /// What `Join` compares field by field. `fingerprint` is the weights' own (see `weights`).
 pub fn model_identity(
     config: &ModelConfig,
@@ -46,7 +32,7 @@ pub fn model_identity(
 ) -> v1::ModelIdentity {
     v1::ModelIdentity {
         fingerprint: fingerprint.to_owned(),
-        architecture: config.architecture.hf_name().to_owned(),
+        architecture: config.architecture.name().to_owned(),
         hidden_size: config.hidden_size as u32,
         num_layers: config.layers.len() as u32,
         activation_dtype: dtype(activations).into(),
