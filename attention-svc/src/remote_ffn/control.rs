@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, Shard};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
-use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, tcp};
+use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, inline, tcp};
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
@@ -325,7 +325,7 @@ fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result<Shard, Ses
 
 async fn open_link(
     client: &mut FfnControlServiceClient<Channel>,
-    _channel: Channel,
+    channel: Channel,
     address: SocketAddr,
     peer: &str,
     joined: &v1::JoinResponse,
@@ -377,7 +377,15 @@ async fn open_link(
                 .map_err(|error| SessionError::broken("attach", error))?;
             Ok(Box::new(link))
         }
-        _ => Err(SessionError::Refused(format!("open links: {kind} is not a link between these processes"))),
+        LinkKind::Inline => {
+            let link = inline::dial(channel, &ticket, limits, bell, timeout)
+                .await
+                .map_err(|error| SessionError::broken("attach", error))?;
+            Ok(Box::new(link))
+        }
+        LinkKind::Loopback | LinkKind::Shm => {
+            Err(SessionError::Refused(format!("open links: {kind} is not a link between these processes")))
+        }
     }
 }
 
