@@ -1,11 +1,24 @@
 //! The engine: one OS thread that owns the model, the KV cache's tensors and the way to the FFN. On a token's path it
 //! stands between the scheduler, which says what to run, and the sampler, which chooses from the logits.
+//!
+//! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `forward` (the
+//! layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens to events).
+mod active;
+mod attention_port;
+mod choose;
 mod config;
 mod ffn_port;
+mod forward;
 mod handle;
 mod metrics;
+mod run;
+#[cfg(test)]
+mod tests;
+mod thread;
 
+pub use attention_port::{AttentionError, AttentionPort};
 pub use config::{EngineConfig, EngineConfigError};
 pub use ffn_port::{FfnLoss, FfnPort, SideTensors, StepOutline};
 pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};
+pub use thread::{EngineDeath, EngineStartError, spawn};

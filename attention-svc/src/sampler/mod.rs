@@ -70,6 +70,11 @@ impl SequenceSampler {
         Self { params, seed, stop, num_output: 0, output_counts: HashMap::new(), seen }
     }
 
+    /// Output tokens so far.
+    pub fn num_output(&self) -> u32 {
+        self.num_output
+    }
+
     /// `token` became part of the output.
     pub fn commit(&mut self, token: u32) {
         self.num_output += 1;

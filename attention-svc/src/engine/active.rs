@@ -1,0 +1,55 @@
+//! What the engine's thread keeps of a sequence, besides what the scheduler knows.
+use std::time::Instant;
+
+use super::handle::Queued;
+use crate::request::{SequenceEvent, SequenceRequest, TokenLogprobs};
+use crate::sampler::SequenceSampler;
+
+pub(super) struct Active {
+    pub(super) request: SequenceRequest,
+    pub(super) sampler: SequenceSampler,
+    pub(super) submitted: Instant,
+    /// Its place in the queue, until it first runs.
+    queued: Option<Queued>,
+    /// One entry per prompt token, when asked for and not told yet.
+    prompt_logprobs: Vec<Option<TokenLogprobs>>,
+}
+
+impl Active {
+    pub(super) fn new(request: SequenceRequest, queued: Queued, now: Instant) -> Self {
+        let params = request.sampling.clone();
+        let sampler = SequenceSampler::new(params, request.stop.clone(), &request.prompt, rand::random());
+        let num_prompt_logprobs = if request.prompt_logprobs.is_some() { request.prompt.len() } else { 0 };
+        let prompt_logprobs = vec![None; num_prompt_logprobs];
+        Self { request, sampler, submitted: now, queued: Some(queued), prompt_logprobs }
+    }
+
+    /// It runs for the first time: its place in the queue is free again.
+    pub(super) fn begin(&mut self) {
+        self.queued = None;
+    }
+
+    /// Tells the API. A receiver that is gone is noticed before the next step.
+    pub(super) fn tell(&self, event: SequenceEvent) {
+        let _ = self.request.events.send(event);
+    }
+
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.request.events.is_closed()
+    }
+
+    /// Of the prompt token at `position`. May be told twice when a prompt is computed again.
+    pub(super) fn set_prompt_logprobs(&mut self, position: usize, logprobs: TokenLogprobs) {
+        if let Some(entry) = self.prompt_logprobs.get_mut(position) {
+            *entry = Some(logprobs);
+        }
+    }
+
+    /// The prompt is computed: tells its log probabilities, once.
+    pub(super) fn tell_prompt_logprobs(&mut self) {
+        if !self.prompt_logprobs.is_empty() {
+            let logprobs = std::mem::take(&mut self.prompt_logprobs);
+            self.tell(SequenceEvent::PromptLogprobs(logprobs));
+        }
+    }
+}

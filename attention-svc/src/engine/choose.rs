@@ -1,0 +1,138 @@
+//! The end of a step: logits of the rows that are wanted, a token for each sequence that gets one, commit, tell.
+use tch::Tensor;
+
+use super::run::Engine;
+use super::{AttentionPort, active::Active};
+use crate::request::{ChosenToken, SequenceError, SequenceEvent};
+use crate::sampler::{SampleError, Sampled, Scratch, logprobs};
+use crate::scheduler::{LogitRows, Stage, StepItem};
+
+/// Rows of logits that are in memory at a time: a long prompt whose log probabilities are wanted has many.
+const MAX_LOGIT_ROWS: usize = 256;
+
+/// A row whose logits are wanted.
+struct Wanted {
+    /// Index of the item in the stage.
+    item: usize,
+    /// Row in the stage.
+    row: usize,
+    purpose: Purpose,
+}
+
+enum Purpose {
+    /// The log probability of the prompt token at this position.
+    Prompt(usize),
+    /// The sequence's next token.
+    Choose,
+}
+
+/// Chosen tokens of a stage's items, or why there is none.
+type Chosen = Vec<Option<Result<u32, SequenceError>>>;
+
+impl<A: AttentionPort> Engine<A> {
+    /// Chooses, commits and tells for every item of a stage whose layers are done.
+    pub(super) fn finish_stage(&mut self, stage: &Stage, x: &Tensor) {
+        let chosen = self.choose(stage, x).unwrap_or_else(|error| {
+            // Without logits nobody of the stage can go on.
+            vec![Some(Err(error)); stage.items.len()]
+        });
+        for (item, chosen) in stage.items.iter().zip(chosen) {
+            match chosen.transpose() {
+                Ok(token) => self.commit(item, token),
+                Err(error) => self.fail(item.sequence, error),
+            }
+        }
+    }
+
+    fn choose(&mut self, stage: &Stage, x: &Tensor) -> Result<Chosen, SequenceError> {
+        let internal = |what: String| SequenceError::Internal(what);
+        let mut chosen: Chosen = vec![None; stage.items.len()];
+        for wanted in self.wanted(stage).chunks(MAX_LOGIT_ROWS) {
+            let rows: Vec<usize> = wanted.iter().map(|wanted| wanted.row).collect();
+            let logits = self.attention.logits(x, &rows).map_err(|error| internal(error.0))?;
+            let values = afd_ffi::memory::f32s(&logits).map_err(|error| internal(error.to_string()))?;
+            let vocab_size = values.len() / rows.len();
+            for (wanted, row) in wanted.iter().zip(values.chunks_exact(vocab_size.max(1))) {
+                let Some(active) = self.sequences.get_mut(&stage.items[wanted.item].sequence) else {
+                    continue;
+                };
+                let entry = &mut chosen[wanted.item];
+                if matches!(entry, Some(Err(_))) {
+                    continue;
+                }
+                match use_row(active, &wanted.purpose, row, &mut self.scratch) {
+                    Ok(None) => {}
+                    Ok(Some(token)) => *entry = Some(Ok(token)),
+                    Err(error) => {
+                        *entry = Some(Err(internal(format!("the model's logits cannot be used: {error}"))))
+                    }
+                }
+            }
+        }
+        Ok(chosen)
+    }
+
+    fn wanted(&self, stage: &Stage) -> Vec<Wanted> {
+        let mut wanted = Vec::new();
+        for (index, (item, rows)) in stage.items.iter().zip(&stage.batch.sequences).enumerate() {
+            if matches!(item.logits, LogitRows::All { .. }) {
+                let num_prompt = self.scheduler.view(item.sequence).map_or(0, |view| view.num_prompt);
+                for position in item.tokens.clone().filter(|position| position + 1 < num_prompt) {
+                    let row = rows.start + position - item.tokens.start;
+                    wanted.push(Wanted { item: index, row, purpose: Purpose::Prompt(position + 1) });
+                }
+            }
+            if item.logits.choose() {
+                wanted.push(Wanted { item: index, row: rows.start + rows.len - 1, purpose: Purpose::Choose });
+            }
+        }
+        wanted
+    }
+
+    fn commit(&mut self, item: &StepItem, token: Option<u32>) {
+        let num_prompt = self.scheduler.view(item.sequence).map_or(0, |view| view.num_prompt);
+        if item.tokens.len() > 1 || item.tokens.start < num_prompt {
+            self.metrics.tokens_prefilled.add(item.tokens.len() as u64);
+        }
+        if token.is_some() {
+            self.metrics.tokens_generated.add(1);
+        }
+        if let Some(reason) = self.scheduler.commit(item, token) {
+            self.finish(item.sequence, reason);
+        }
+    }
+}
+
+/// Uses one row of logits for its purpose; the token, if one was chosen. Tells the API.
+fn use_row(
+    active: &mut Active,
+    purpose: &Purpose,
+    row: &[f32],
+    scratch: &mut Scratch,
+) -> Result<Option<u32>, SampleError> {
+    if let Purpose::Prompt(position) = *purpose {
+        let num_top = active.request.prompt_logprobs.map_or(0, usize::from);
+        let told = logprobs(row, active.request.prompt[position], num_top)?;
+        active.set_prompt_logprobs(position, told);
+        return Ok(None);
+    }
+    let Sampled { token, draw } = active.sampler.sample(row, scratch)?;
+    let told =
+        active.request.logprobs.map(|num_top| logprobs(row, token, usize::from(num_top))).transpose()?;
+    if let Some(draw) = draw {
+        // What makes a random choice checkable from outside.
+        tracing::debug!(
+            request_id = %active.request.request_id,
+            index = active.sampler.num_output(),
+            token,
+            uniform = draw.uniform,
+            below = draw.below,
+            upto = draw.upto,
+            "drawn"
+        );
+    }
+    active.sampler.commit(token);
+    active.tell_prompt_logprobs();
+    active.tell(SequenceEvent::Token(ChosenToken { id: token, logprobs: told }));
+    Ok(Some(token))
+}

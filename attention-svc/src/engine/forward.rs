@@ -1,0 +1,144 @@
+//! One step through all layers, pipelined over its stages: while the FFN works on one stage's rows, attention works on
+//! another's. The layer loop of the model is here and nowhere else.
+//!
+//! ```text
+//! stage 0   attend L0 ──▶ FFN L0 ───────▶ attend L1 ──▶ FFN L1 ─ …
+//! stage 1             attend L0 ──▶ FFN L0 ───────▶ attend L1 ─ …
+//! ```
+use std::time::{Duration, Instant};
+
+use afd_common::ids::{HopKey, LayerIdx, StageIdx, StepId};
+use tch::Tensor;
+
+use super::{AttentionError, AttentionPort, FfnLoss, FfnPort, SideTensors};
+use crate::request::SequenceError;
+use crate::scheduler::Stage;
+
+/// Residual stream of each stage after the last layer, `[num_rows, hidden]`, or why the stage's sequences fail.
+pub(super) type StageOutcomes = Vec<Result<Tensor, SequenceError>>;
+
+/// Where a step's time went.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ForwardTimes {
+    pub(super) attention: Duration,
+    pub(super) dispatch: Duration,
+    pub(super) ffn_wait: Duration,
+}
+
+/// Why a stage stopped.
+enum Stop {
+    /// This stage's rows are at fault; the other stages go on.
+    Stage(SequenceError),
+    /// The FFN is gone: no stage can go on.
+    Step(FfnLoss),
+}
+
+struct Pass<'a, A: AttentionPort> {
+    step: StepId,
+    attention: &'a mut A,
+    ffn: &'a mut dyn FfnPort,
+    times: &'a mut ForwardTimes,
+}
+
+/// A stage on its way through the layers.
+struct Flight<P> {
+    prepared: P,
+    /// What the FFN's answer will be added to; `None` before the first layer.
+    residual: Option<Tensor>,
+}
+
+/// Runs all stages through all layers.
+///
+/// # Errors
+/// [`FfnLoss`] (never `Rejected`, which is an outcome of its stage) when the step as a whole is lost.
+pub(super) fn forward<A: AttentionPort>(
+    attention: &mut A,
+    ffn: &mut dyn FfnPort,
+    step: StepId,
+    stages: &[Stage],
+    times: &mut ForwardTimes,
+) -> Result<StageOutcomes, FfnLoss> {
+    let num_layers = attention.num_layers();
+    let mut pass = Pass { step, attention, ffn, times };
+    let mut flights: Vec<Result<Flight<A::Prepared>, SequenceError>> =
+        stages.iter().map(|stage| pass.take_off(stage)).collect();
+    for layer in (0..num_layers).map(LayerIdx) {
+        for (index, flight) in flights.iter_mut().enumerate() {
+            let hop = HopKey { step, layer, stage: StageIdx(index as u8) };
+            let Ok(running) = flight else { continue };
+            match pass.layer(hop, running, &stages[index]) {
+                Ok(()) => {}
+                Err(Stop::Stage(error)) => *flight = Err(error),
+                Err(Stop::Step(loss)) => return Err(loss),
+            }
+        }
+    }
+    let last = LayerIdx(num_layers.saturating_sub(1));
+    let land = |(index, flight): (usize, Result<Flight<A::Prepared>, SequenceError>)| {
+        let hop = HopKey { step, layer: last, stage: StageIdx(index as u8) };
+        match flight.map_err(Stop::Stage).and_then(|mut flight| pass.land(hop, &mut flight)) {
+            Ok(x) => Ok(Ok(x)),
+            Err(Stop::Stage(error)) => Ok(Err(error)),
+            Err(Stop::Step(loss)) => Err(loss),
+        }
+    };
+    flights.into_iter().enumerate().map(land).collect()
+}
+
+impl<A: AttentionPort> Pass<'_, A> {
+    fn take_off(&mut self, stage: &Stage) -> Result<Flight<A::Prepared>, SequenceError> {
+        let prepared = self.attention.prepare(&stage.batch).map_err(internal)?;
+        Ok(Flight { prepared, residual: None })
+    }
+
+    /// One layer of one stage: collects the FFN's answer for the layer before, attends, sends the rows on.
+    fn layer(&mut self, hop: HopKey, flight: &mut Flight<A::Prepared>, stage: &Stage) -> Result<(), Stop> {
+        let x = match hop.layer {
+            LayerIdx(0) => self.attention.embed(&stage.batch.input_ids).map_err(at_fault)?,
+            LayerIdx(layer) => self.land(HopKey { layer: LayerIdx(layer - 1), ..hop }, flight)?,
+        };
+        let start = Instant::now();
+        let attended = self.attention.attend(hop.layer, &x, &flight.prepared).map_err(at_fault)?;
+        let attended_at = Instant::now();
+        self.ffn.dispatch(hop, &attended.ffn_in, &SideTensors::None).map_err(lost)?;
+        self.times.attention += attended_at - start;
+        self.times.dispatch += attended_at.elapsed();
+        flight.residual = Some(attended.residual);
+        Ok(())
+    }
+
+    /// The residual stream after the layer of `hop`.
+    fn land(&mut self, hop: HopKey, flight: &mut Flight<A::Prepared>) -> Result<Tensor, Stop> {
+        debug_assert_eq!(hop.step, self.step);
+        let start = Instant::now();
+        let output = self.ffn.combine(hop).map_err(lost)?;
+        self.times.ffn_wait += start.elapsed();
+        let mut residual = flight.residual.take().ok_or_else(|| wrong(hop, "was never dispatched".into()))?;
+        // An addition would stretch a single row over all others.
+        if output.size() != residual.size() || output.kind() != residual.kind() {
+            let describe = |tensor: &Tensor| format!("{:?} {:?}", tensor.size(), tensor.kind());
+            let what = format!("the FFN returned {}, expected {}", describe(&output), describe(&residual));
+            return Err(wrong(hop, what));
+        }
+        residual.f_add_(&output).map_err(|error| wrong(hop, error.to_string()))
+    }
+}
+
+fn internal(error: AttentionError) -> SequenceError {
+    SequenceError::Internal(error.0)
+}
+
+fn at_fault(error: AttentionError) -> Stop {
+    Stop::Stage(internal(error))
+}
+
+fn wrong(hop: HopKey, what: String) -> Stop {
+    Stop::Stage(SequenceError::Internal(format!("{hop}: {what}")))
+}
+
+fn lost(loss: FfnLoss) -> Stop {
+    match loss {
+        FfnLoss::Rejected { .. } => Stop::Stage(SequenceError::Internal(loss.to_string())),
+        FfnLoss::Unavailable { .. } | FfnLoss::Fatal { .. } => Stop::Step(loss),
+    }
+}

@@ -1,0 +1,310 @@
+//! The engine's loop: take commands, end what has ended, run a step, sleep when there is nothing to do.
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use afd_common::ids::StepId;
+use afd_common::link::Doorbell;
+use crossbeam_channel::Receiver;
+use tokio::sync::watch;
+
+use super::active::Active;
+use super::forward::{ForwardTimes, StageOutcomes, forward};
+use super::handle::Command;
+use super::{
+    AttentionPort, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss, FfnPort, StepOutline,
+};
+use crate::kv_cache::BlockPool;
+use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId};
+use crate::sampler::Scratch;
+use crate::scheduler::{NewSequence, Scheduler, Stage, Step};
+
+/// How soon a caller that went away is noticed while no step runs.
+const WAITING_TICK: Duration = Duration::from_millis(50);
+
+/// A step whose FFN was lost runs again at most this often in a row before its sequences fail.
+const MAX_STEP_REPEATS: u32 = 2;
+
+/// Everything that the engine's thread owns.
+pub(super) struct Engine<A: AttentionPort> {
+    pub(super) config: EngineConfig,
+    pub(super) scheduler: Scheduler,
+    pub(super) attention: A,
+    pub(super) ffn: Box<dyn FfnPort>,
+    pub(super) sequences: HashMap<SequenceId, Active>,
+    pub(super) scratch: Scratch,
+    pub(super) metrics: Arc<EngineMetrics>,
+    pub(super) commands: Receiver<Command>,
+    pub(super) state: Arc<watch::Sender<EngineState>>,
+    bell: Doorbell,
+    last_step: StepId,
+    /// Set while the FFN cannot be used.
+    loss: Option<Loss>,
+}
+
+struct Loss {
+    since: Instant,
+    /// Steps lost in a row.
+    steps: u32,
+    what: String,
+}
+
+impl<A: AttentionPort> Engine<A> {
+    pub(super) fn new(
+        config: EngineConfig,
+        attention: A,
+        ffn: Box<dyn FfnPort>,
+        commands: Receiver<Command>,
+        bell: Doorbell,
+        state: Arc<watch::Sender<EngineState>>,
+        metrics: Arc<EngineMetrics>,
+    ) -> Self {
+        let pool = BlockPool::new(config.num_blocks, config.block_size, config.prefix_cache);
+        metrics.kv_blocks_total.set(pool.num_total());
+        Self {
+            scheduler: Scheduler::new(config.limits(), pool),
+            config,
+            attention,
+            ffn,
+            sequences: HashMap::new(),
+            scratch: Scratch::default(),
+            metrics,
+            commands,
+            state,
+            bell,
+            last_step: StepId(0),
+            loss: None,
+        }
+    }
+
+    /// Until it is drained.
+    ///
+    /// # Errors
+    /// [`EngineDeath`] when nothing can be served any more.
+    pub(super) fn run(&mut self) -> Result<(), EngineDeath> {
+        loop {
+            // Read before anything is looked at, so that no ring between looking and sleeping is lost.
+            let seen = self.bell.count();
+            while let Ok(command) = self.commands.try_recv() {
+                self.handle(command);
+            }
+            let now = Instant::now();
+            self.end_overdue(now);
+            self.ffn.idle();
+            let ready = self.is_ffn_ready(now);
+            if self.is_drained(now) {
+                return Ok(());
+            }
+            let ran = ready && self.step()?;
+            self.publish();
+            if !ran {
+                self.bell.wait(seen, self.wake_at(now));
+            }
+        }
+    }
+
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::Abort(id) => self.finish(id, FinishReason::Cancelled),
+            Command::Submit(id, request, queued) => {
+                let new = NewSequence {
+                    id,
+                    prompt: Arc::clone(&request.prompt),
+                    stop: request.stop.clone(),
+                    deadline: request.deadline,
+                    prompt_logits: request.prompt_logprobs.is_some(),
+                };
+                self.sequences.insert(id, Active::new(request, queued, Instant::now()));
+                if let Err(error) = self.scheduler.submit(new) {
+                    self.fail(id, error);
+                }
+            }
+        }
+    }
+
+    /// Ends sequences whose caller is gone or whose deadline has passed.
+    fn end_overdue(&mut self, now: Instant) {
+        let abandoned = self.sequences.iter().filter(|(_, active)| active.is_abandoned()).map(|(id, _)| *id);
+        for id in abandoned.collect::<Vec<_>>() {
+            self.finish(id, FinishReason::Cancelled);
+        }
+        for id in self.scheduler.expired(now) {
+            let waited = self.sequences.get(&id).map_or(Duration::ZERO, |active| now - active.submitted);
+            self.fail(id, SequenceError::DeadlineExceeded { waited_ms: waited.as_millis() as u64 });
+        }
+    }
+
+    /// Whether the FFN can be used. While it cannot, fails those who have waited long enough for it.
+    fn is_ffn_ready(&mut self, now: Instant) -> bool {
+        let ready = self.ffn.ready();
+        self.metrics.ffn_ready.set(ready.into());
+        if ready {
+            // Lost steps in a row are forgotten only when one succeeds.
+            self.loss.take_if(|loss| loss.steps == 0);
+            return true;
+        }
+        let unready =
+            || Loss { since: now, steps: 0, what: "not every FFN shard has a rank that is ready".into() };
+        let Loss { since, what, .. } = self.loss.get_or_insert_with(unready);
+        let (since, timeout) = (*since, self.config.ffn_loss_timeout);
+        let error = SequenceError::FfnUnavailable(format!(
+            "{what}; waited {} ms (--ffn-loss-timeout)",
+            timeout.as_millis()
+        ));
+        let overdue =
+            self.sequences.iter().filter(|(_, active)| now - since.max(active.submitted) >= timeout);
+        for id in overdue.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.fail(id, error.clone());
+        }
+        false
+    }
+
+    fn is_drained(&mut self, now: Instant) -> bool {
+        let EngineState::Draining { deadline } = *self.state.borrow() else { return false };
+        if now >= deadline {
+            self.fail_all(&SequenceError::ShuttingDown);
+        }
+        self.sequences.is_empty() && self.commands.is_empty()
+    }
+
+    fn wake_at(&self, now: Instant) -> Option<Instant> {
+        let tick = (!self.sequences.is_empty()).then(|| now + WAITING_TICK);
+        let drained = match *self.state.borrow() {
+            EngineState::Draining { deadline } => Some(deadline),
+            _ => None,
+        };
+        [tick, drained, self.scheduler.next_deadline()].into_iter().flatten().min()
+    }
+
+    /// Runs one step, if there is anything to run.
+    fn step(&mut self) -> Result<bool, EngineDeath> {
+        let start = Instant::now();
+        let Some(step) = self.scheduler.schedule() else { return Ok(false) };
+        for id in &step.admitted {
+            self.sequences.get_mut(id).into_iter().for_each(Active::begin);
+        }
+        let stages = self.scheduler.stages(&step, &self.config.stages);
+        self.last_step = StepId(self.last_step.0 + 1);
+        let outline = self.outline(&step, &stages);
+        let span = tracing::debug_span!(
+            "step",
+            step = outline.step.0,
+            phase = ?outline.phase,
+            sequences = step.items.len(),
+            tokens = step.num_tokens(),
+            stages = stages.len(),
+        );
+        let _entered = span.entered();
+        self.metrics.steps.add(1);
+        self.metrics.schedule_us.add_time(start.elapsed());
+
+        let outcomes = self.run_layers(&outline, &stages);
+        match outcomes {
+            Ok(outcomes) => self.finish_step(&stages, outcomes),
+            Err(FfnLoss::Fatal { what }) => return Err(EngineDeath(what)),
+            Err(loss) => self.lose_step(&step, start, loss),
+        }
+        self.metrics.step_us.add_time(start.elapsed());
+        Ok(true)
+    }
+
+    fn outline(&self, step: &Step, stages: &[Stage]) -> StepOutline {
+        let traceparent = match &step.items[..] {
+            [alone] => {
+                self.sequences.get(&alone.sequence).and_then(|active| active.request.traceparent.clone())
+            }
+            _ => None,
+        };
+        StepOutline {
+            step: self.last_step,
+            phase: step.phase(),
+            stage_rows: stages.iter().map(|stage| stage.batch.input_ids.len()).collect(),
+            sampled: traceparent.as_deref().is_some_and(|traceparent| traceparent.ends_with("-01")),
+            traceparent,
+        }
+    }
+
+    fn run_layers(&mut self, outline: &StepOutline, stages: &[Stage]) -> Result<StageOutcomes, FfnLoss> {
+        let mut times = ForwardTimes::default();
+        let ffn = &mut *self.ffn;
+        let outcomes = ffn
+            .begin_step(outline)
+            .and_then(|()| forward(&mut self.attention, ffn, outline.step, stages, &mut times));
+        ffn.end_step(outline.step);
+        self.metrics.attention_us.add_time(times.attention);
+        self.metrics.dispatch_us.add_time(times.dispatch);
+        self.metrics.ffn_wait_us.add_time(times.ffn_wait);
+        outcomes
+    }
+
+    fn finish_step(&mut self, stages: &[Stage], outcomes: StageOutcomes) {
+        let start = Instant::now();
+        self.loss = None;
+        let mut failed = 0;
+        for (stage, outcome) in stages.iter().zip(outcomes) {
+            match outcome {
+                Ok(x) => self.finish_stage(stage, &x),
+                Err(error) => {
+                    tracing::error!(%error, sequences = stage.items.len(), "a stage failed");
+                    failed = 1;
+                    stage.items.iter().for_each(|item| self.fail(item.sequence, error.clone()));
+                }
+            }
+        }
+        self.metrics.steps_failed.add(failed);
+        self.metrics.sample_us.add_time(start.elapsed());
+    }
+
+    /// Nothing of the step was committed: its sequences run again once the FFN can be used, unless that has failed too
+    /// often already.
+    fn lose_step(&mut self, step: &Step, begun: Instant, loss: FfnLoss) {
+        let what = loss.to_string();
+        let (since, steps) = self.loss.take().map_or((begun, 0), |loss| (loss.since, loss.steps));
+        tracing::warn!(loss = what, lost_in_a_row = steps + 1, "a step was lost");
+        self.metrics.steps_failed.add(1);
+        if steps >= MAX_STEP_REPEATS {
+            let error = SequenceError::FfnUnavailable(what);
+            step.items.iter().for_each(|item| self.fail(item.sequence, error.clone()));
+        } else {
+            self.loss = Some(Loss { since, steps: steps + 1, what });
+        }
+    }
+
+    /// Ends a sequence well. Nothing happens when it has already ended.
+    pub(super) fn finish(&mut self, id: SequenceId, reason: FinishReason) {
+        let Some(active) = self.sequences.remove(&id) else { return };
+        let usage = self.scheduler.remove(id).unwrap_or_default();
+        let count = match reason {
+            FinishReason::Stop => &self.metrics.finished_stop,
+            FinishReason::Length => &self.metrics.finished_length,
+            FinishReason::Cancelled => &self.metrics.finished_cancelled,
+        };
+        count.add(1);
+        active.tell(SequenceEvent::Finished { reason, usage });
+    }
+
+    /// Ends a sequence with an error.
+    pub(super) fn fail(&mut self, id: SequenceId, error: SequenceError) {
+        let Some(active) = self.sequences.remove(&id) else { return };
+        self.scheduler.remove(id);
+        self.metrics.failed.add(1);
+        active.tell(SequenceEvent::Failed(error));
+    }
+
+    fn fail_all(&mut self, error: &SequenceError) {
+        for id in self.sequences.keys().copied().collect::<Vec<_>>() {
+            self.fail(id, error.clone());
+        }
+    }
+
+    pub(super) fn publish(&self) {
+        let Self { metrics, scheduler, .. } = self;
+        metrics.running.set(scheduler.num_running());
+        metrics.waiting.set(scheduler.num_waiting());
+        metrics.kv_blocks_used.set(scheduler.pool().num_used());
+        let totals = scheduler.totals();
+        metrics.preemptions.set(totals.preemptions);
+        metrics.prefix_queries.set(totals.prefix_queries);
+        metrics.prefix_hits.set(totals.prefix_hits);
+    }
+}
