@@ -1,14 +1,16 @@
 //! What both roles share.
 //!
 //! In reading order: [`ids`] (the words of a hop), [`proto`] (the control plane's messages), [`config`] (what a
-//! checkpoint says), [`weights`] (its tensors, mapped), [`frame`] and [`link`] (how rows travel), [`net`] (the one
-//! listening port), [`telemetry`] (logs and metrics). Nothing here owns a request, a scheduler or an engine.
+//! checkpoint says), [`weights`] (its tensors, mapped), [`layers`] (what both roles compute), [`frame`] and [`link`]
+//! (how rows travel), [`net`] (the one listening port), [`telemetry`] (logs and metrics). Nothing here owns a request,
+//! a scheduler or an engine.
 #![warn(missing_docs)]
 
 pub mod config;
 pub mod frame;
 pub mod identity;
 pub mod ids;
+pub mod layers;
 pub mod link;
 pub mod net;
 pub mod proto;
