@@ -99,7 +99,9 @@ impl Gqa {
             .at(layer, "rope and cache")?;
 
         let rows = stage.num_rows as i64;
-        let heads = qkv.f_view([rows, -1, head_dim as i64]).at(layer, "queries")?;
+        let heads = qkv
+            .f_view([rows, (num_heads + 2 * num_kv_heads) as i64, head_dim as i64])
+            .at(layer, "queries")?;
         let queries = heads.f_narrow(1, 0, num_heads as i64).at(layer, "queries")?;
         let shape = [rows, num_heads as i64, head_dim as i64];
         let attended = Tensor::f_empty(shape, (qkv.kind(), qkv.device())).at(layer, "attention")?;

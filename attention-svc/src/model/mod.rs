@@ -204,6 +204,7 @@ impl AttentionModel {
             let what = format!("{layer}: residual of shape {:?}, expected {expected:?}", residual.size());
             return Err(ModelError::Stage { what });
         }
+        stage.check_gathered(layer, kv.num_blocks(), kv.block_size())?;
         let cache = kv.layer(layer)?;
         let eps = self.config.rms_norm_eps;
         let x = rms_norm(&residual, input_norm, eps).at(layer, "input_layernorm")?;

@@ -4,6 +4,7 @@
 //! Rows reach it in one of two ways. **Direct**: each row reads the paged cache in place (decode, short pieces of a
 //! prompt; MLA in its absorbed form). **Gathered**: the sequence's blocks are copied together and all its rows attend at
 //! once (long pieces of a prompt; MLA in its expanded form). Both give the same numbers up to rounding.
+use afd_common::ids::LayerIdx;
 use afd_ffi::cpu_attention::{PagedRow, PagedRows};
 use afd_ffi::cpu_rows::RopeRows;
 use tch::Tensor;
@@ -57,6 +58,8 @@ pub(super) struct GatheredRows {
     pub(super) context_len: usize,
     /// `[blocks]` i64
     pub(super) blocks: Tensor,
+    /// The largest of them.
+    last_block: u32,
 }
 
 impl PreparedStage {
@@ -100,9 +103,10 @@ impl PreparedStage {
                     num_tokens: context_len - len + i + 1,
                 }));
             } else {
+                let last_block = block_table.iter().map(|block| block.0).max().unwrap_or_default();
                 let blocks: Vec<i64> = block_table.iter().map(|block| i64::from(block.0)).collect();
                 let blocks = Tensor::f_from_slice(&blocks).map_err(&failed)?;
-                gathered.push(GatheredRows { start, len, context_len, blocks });
+                gathered.push(GatheredRows { start, len, context_len, blocks, last_block });
             }
         }
         let max_threads = tch::get_num_threads().max(1) as usize;
@@ -113,6 +117,26 @@ impl PreparedStage {
             .transpose()
             .map_err(&failed)?;
         Ok(Self { num_rows, slots, direct, direct_index, gathered, max_threads, cos, sin })
+    }
+
+    /// Whether the cache has every context that is copied from it; direct rows are checked where they are read.
+    pub(super) fn check_gathered(
+        &self,
+        layer: LayerIdx,
+        num_blocks: usize,
+        block_size: usize,
+    ) -> Result<(), ModelError> {
+        for rows in &self.gathered {
+            let room = rows.blocks.size()[0] as usize * block_size;
+            if rows.context_len > room || rows.last_block as usize >= num_blocks {
+                let what = format!(
+                    "{layer}: attention: a context of {} in blocks for {room}, up to block {} of {num_blocks}",
+                    rows.context_len, rows.last_block
+                );
+                return Err(ModelError::Stage { what });
+            }
+        }
+        Ok(())
     }
 
     /// The rows' angles.

@@ -3,6 +3,7 @@
 //!
 //! Tokens go by in tiles. For a tile, scores of a few heads and tokens at a time are kept in registers, then the
 //! weights are applied to the values the same way, so that each key and value is loaded once per four heads.
+#![allow(clippy::needless_range_loop)] // Indices of register tiles are the maths here, as on paper.
 use super::simd::{Element, Isa, Portable, Simd};
 
 /// Tokens whose scores are held at once.
@@ -219,13 +220,13 @@ unsafe fn score_all<S: Simd, E: Element, const H: usize, const T: usize>(
     scores: *mut f32,
 ) {
     let mut t = 0;
-    // SAFETY (both calls): the tokens t.. exist, and so do their scores; the rest is the caller's promise.
     while t + T <= key_of.len() {
+        // SAFETY: the tokens t..t + T exist, and so do their scores; the rest is the caller's promise.
         unsafe { score::<S, E, H, T>(queries, dim, &key_of[t..], offset, scores.add(t)) };
         t += T;
     }
     while t < key_of.len() {
-        // SAFETY: see above.
+        // SAFETY: as above, for one token.
         unsafe { score::<S, E, H, 1>(queries, dim, &key_of[t..], offset, scores.add(t)) };
         t += 1;
     }

@@ -27,6 +27,7 @@ struct Case {
 }
 
 /// `[heads, value_dim]` of one row.
+#[allow(clippy::too_many_arguments)] // The equation's terms.
 fn textbook(
     case: &Case,
     queries: &[f32],

@@ -1,0 +1,65 @@
+//! Hidden states on both sides of every attention / FFN split, given the reference's residual stream.
+use afd_common::ids::LayerIdx;
+use attention_svc::model::{KvCache, Reach};
+use tch::{Kind, Tensor};
+
+use crate::stage::{Blocks, Sequence, stage};
+use crate::{FIXTURES, distance, fixtures, load};
+
+/// As `fixtures/README.md` says.
+const TOLERANCE: f64 = 2e-4;
+
+#[test]
+fn every_layer_s_hidden_states_are_the_reference_s() {
+    for name in FIXTURES {
+        let (config, model) = load(name);
+        let golden = golden(name);
+        for reach in [Reach::Auto, Reach::Direct, Reach::Gathered] {
+            let mut kv = KvCache::new(&config, 16, 4, Kind::Float).unwrap();
+            let mut blocks = Blocks::new(16, 4);
+            let mut sequence = Sequence::new(&short_prompt(name));
+            let rows = sequence.ids.len();
+            let batch = stage(&mut blocks, &mut [(&mut sequence, rows)]);
+            let stage = model.prepare_with(&batch, reach).unwrap();
+            let embedded = model.embed(&batch.input_ids).unwrap();
+            let at = |what: &str, found: &Tensor| {
+                let off = distance(found, &golden(what));
+                assert!(off <= TOLERANCE, "{name}, {reach:?}, {what}: off by {off:e}");
+            };
+            at("embed", &embedded);
+            let mut before = embedded;
+            for i in 0..config.layers.len() {
+                let attended =
+                    model.attend(LayerIdx(i as u16), before.shallow_clone(), &stage, &mut kv).unwrap();
+                at(&format!("layers.{i}.attn_out"), &(&attended.residual - &before));
+                at(&format!("layers.{i}.post_attn"), &attended.residual);
+                at(&format!("layers.{i}.ffn_in"), &attended.ffn_in);
+                before = golden(&format!("layers.{i}.out"));
+            }
+            let all: Vec<usize> = (0..rows).collect();
+            let off = distance(&model.logits(&before, &all).unwrap(), &golden("logits"));
+            assert!(off <= 3e-4, "{name}: logits off by {off:e}");
+            let picked = model.logits(&before, &[rows - 1, 2]).unwrap();
+            assert_eq!(picked.size()[0], 2);
+            assert!(distance(&picked.get(1), &golden("logits").get(2)) <= 3e-4);
+        }
+    }
+}
+
+/// The fixture's recorded tensors, by name.
+fn golden(name: &str) -> impl Fn(&str) -> Tensor {
+    let path = fixtures().join("expected").join(format!("{name}.hidden.safetensors"));
+    let tensors = Tensor::read_safetensors(path).unwrap();
+    move |what| {
+        let found = tensors.iter().find(|(name, _)| name == what);
+        found.unwrap_or_else(|| panic!("no {what} in the fixture")).1.shallow_clone()
+    }
+}
+
+fn short_prompt(name: &str) -> Vec<u32> {
+    let path = fixtures().join("expected").join(format!("{name}.json"));
+    let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let prompts = expected["prompts"].as_array().unwrap();
+    let short = prompts.iter().find(|prompt| prompt["id"] == "short").unwrap();
+    serde_json::from_value(short["input_ids"].clone()).unwrap()
+}
