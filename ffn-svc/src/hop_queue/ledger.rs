@@ -4,7 +4,7 @@
 //! a hop of a step that fell out of that window is refused as stale instead of being guessed about.
 use afd_common::ids::{HopKey, StepId};
 
-use super::{LinkId, Refused};
+use super::{Refused, SourceId};
 
 /// Most stages of a step.
 pub const MAX_STAGES: u8 = 4;
@@ -37,7 +37,7 @@ impl HopLedger {
     ///
     /// # Errors
     /// [`Refused`] when it was noted before, when its step is too old to know, or when it is out of range.
-    pub fn accept(&mut self, link: LinkId, key: HopKey) -> Result<(), Refused> {
+    pub fn accept(&mut self, source: SourceId, key: HopKey) -> Result<(), Refused> {
         if key.layer.0 >= self.num_layers {
             return Err(Refused::Layer { found: key.layer.0, num_layers: self.num_layers });
         }
@@ -45,12 +45,12 @@ impl HopLedger {
             return Err(Refused::Stage { found: key.stage.0 });
         }
         let Some(slot) = self.slot_of(key.step) else {
-            return Err(Refused::Stale { link, key, window: WINDOW });
+            return Err(Refused::Stale { source, key, window: WINDOW });
         };
         let index = usize::from(key.layer.0) * usize::from(MAX_STAGES) + usize::from(key.stage.0);
         let (word, bit) = (&mut self.steps[slot].bits[index / 64], 1 << (index % 64));
         if *word & bit != 0 {
-            return Err(Refused::Duplicate { link, key });
+            return Err(Refused::Duplicate { source, key });
         }
         *word |= bit;
         Ok(())

@@ -25,9 +25,9 @@ pub use ledger::{HopLedger, MAX_STAGES};
 
 /// Names a source of hops within one engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct LinkId(pub u64);
+pub struct SourceId(pub u64);
 
-impl fmt::Display for LinkId {
+impl fmt::Display for SourceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "link {}", self.0)
     }
@@ -37,7 +37,7 @@ impl fmt::Display for LinkId {
 #[derive(Debug, PartialEq, Eq)]
 pub struct QueuedHop<T> {
     /// Where it came from and where its result goes.
-    pub link: LinkId,
+    pub source: SourceId,
     /// Which hop of that link.
     pub key: HopKey,
     /// Its rows; zero is legal.
@@ -52,18 +52,18 @@ pub struct QueuedHop<T> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// It was accepted before on this link: drop it, the first one is answered.
-    #[error("{key} was sent twice on {link}")]
+    #[error("{key} was sent twice on {source}")]
     Duplicate {
         /// Where it came from.
-        link: LinkId,
+        source: SourceId,
         /// Which.
         key: HopKey,
     },
     /// Its step is older than the last steps of this link.
-    #[error("{key} on {link} is older than the last {window} steps")]
+    #[error("{key} on {source} is older than the last {window} steps")]
     Stale {
         /// Where it came from.
-        link: LinkId,
+        source: SourceId,
         /// Which.
         key: HopKey,
         /// How many steps of a link may be under way.
@@ -84,15 +84,15 @@ pub enum Refused {
         found: u8,
     },
     /// The link was closed, or never opened.
-    #[error("{link} is not open")]
+    #[error("{source} is not open")]
     NotOpen {
         /// Which.
-        link: LinkId,
+        source: SourceId,
     },
 }
 
 struct LinkState {
-    id: LinkId,
+    id: SourceId,
     next_turn: u64,
     queued: usize,
     ledger: HopLedger,
@@ -137,47 +137,47 @@ impl<T> HopQueue<T> {
     }
 
     /// Hops of a link that wait.
-    pub fn waiting_of(&self, link: LinkId) -> usize {
-        self.links.iter().find(|state| state.id == link).map_or(0, |state| state.queued)
+    pub fn waiting_of(&self, source: SourceId) -> usize {
+        self.links.iter().find(|state| state.id == source).map_or(0, |state| state.queued)
     }
 
     /// Starts accepting hops of a link. Opening an open link changes nothing.
-    pub fn open(&mut self, link: LinkId) {
-        if self.links.iter().all(|state| state.id != link) {
+    pub fn open(&mut self, source: SourceId) {
+        if self.links.iter().all(|state| state.id != source) {
             let ledger = HopLedger::new(self.num_layers());
-            self.links.push(LinkState { id: link, next_turn: self.turn, queued: 0, ledger });
+            self.links.push(LinkState { id: source, next_turn: self.turn, queued: 0, ledger });
         }
     }
 
     /// Forgets a link and drops its hops into `dropped`, so that the caller may reuse what they hold.
-    pub fn close(&mut self, link: LinkId, dropped: &mut Vec<QueuedHop<T>>) {
+    pub fn close(&mut self, source: SourceId, dropped: &mut Vec<QueuedHop<T>>) {
         let before = dropped.len();
         for hops in &mut self.layers {
-            dropped.extend(hops.extract_if(.., |hop| hop.link == link));
+            dropped.extend(hops.extract_if(.., |hop| hop.source == source));
         }
         self.len -= dropped.len() - before;
-        self.links.retain(|state| state.id != link);
+        self.links.retain(|state| state.id != source);
     }
 
     /// Queues a hop.
     ///
     /// # Errors
     /// [`Refused`] gives the payload back with the reason; nothing else changes.
-    pub fn push(&mut self, link: LinkId, key: HopKey, rows: u32, payload: T) -> Result<(), (Refused, T)> {
+    pub fn push(&mut self, source: SourceId, key: HopKey, rows: u32, payload: T) -> Result<(), (Refused, T)> {
         let num_layers = self.num_layers();
         let Some(hops) = self.layers.get_mut(usize::from(key.layer.0)) else {
             return Err((Refused::Layer { found: key.layer.0, num_layers }, payload));
         };
-        let Some(state) = self.links.iter_mut().find(|state| state.id == link) else {
-            return Err((Refused::NotOpen { link }, payload));
+        let Some(state) = self.links.iter_mut().find(|state| state.id == source) else {
+            return Err((Refused::NotOpen { source }, payload));
         };
-        if let Err(refused) = state.ledger.accept(link, key) {
+        if let Err(refused) = state.ledger.accept(source, key) {
             return Err((refused, payload));
         }
         let turn = state.next_turn.max(self.turn);
         state.next_turn = turn + 1;
         state.queued += 1;
-        hops.push(QueuedHop { link, key, rows, payload, turn, arrival: self.arrivals });
+        hops.push(QueuedHop { source, key, rows, payload, turn, arrival: self.arrivals });
         self.arrivals += 1;
         self.len += 1;
         Ok(())
@@ -199,7 +199,7 @@ impl<T> HopQueue<T> {
         }));
         self.len -= batch.len() - first;
         for hop in &batch[first..] {
-            if let Some(state) = self.links.iter_mut().find(|state| state.id == hop.link) {
+            if let Some(state) = self.links.iter_mut().find(|state| state.id == hop.source) {
                 state.queued -= 1;
                 // Running early, beside another's hop, costs a link nothing: its next hop waits one turn at most.
                 if state.queued == 0 {

@@ -11,18 +11,18 @@ const MAX_ROWS: u32 = 32;
 
 fn queue(links: u64) -> HopQueue<u64> {
     let mut queue = HopQueue::new(LAYERS, MAX_ROWS);
-    (0..links).for_each(|link| queue.open(LinkId(link)));
+    (0..links).for_each(|source| queue.open(SourceId(source)));
     queue
 }
 
-fn push(queue: &mut HopQueue<u64>, link: u64, step: u64, layer: u16, rows: u32) -> Result<(), Refused> {
-    queue.push(LinkId(link), FrameHeader::key(step, layer, 0), rows, 0).map_err(|(refused, _)| refused)
+fn push(queue: &mut HopQueue<u64>, source: u64, step: u64, layer: u16, rows: u32) -> Result<(), Refused> {
+    queue.push(SourceId(source), FrameHeader::key(step, layer, 0), rows, 0).map_err(|(refused, _)| refused)
 }
 
 fn pick(queue: &mut HopQueue<u64>) -> Option<(u16, Vec<u64>)> {
     let mut batch = Vec::new();
     let layer = queue.pick(&mut batch)?;
-    Some((layer.0, batch.iter().map(|hop| hop.link.0).collect()))
+    Some((layer.0, batch.iter().map(|hop| hop.source.0).collect()))
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn a_link_with_many_hops_in_flight_does_not_hold_up_another() {
     }
     push(&mut queue, 1, 1, 4, 1).unwrap();
     assert_eq!(pick(&mut queue), Some((0, vec![0])));
-    assert_eq!(pick(&mut queue), Some((4, vec![1])), "one batch of the busy link, then the other's turn");
+    assert_eq!(pick(&mut queue), Some((4, vec![1])), "one batch of the busy source, then the other's turn");
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn running_beside_another_hop_costs_no_later_turn() {
     let mut queue = queue(2);
     for stage in 0..4u8 {
         let key = HopKey { stage: afd_common::ids::StageIdx(stage), ..FrameHeader::key(1, 0, 0) };
-        queue.push(LinkId(0), key, 1, 0).unwrap();
+        queue.push(SourceId(0), key, 1, 0).unwrap();
     }
     assert_eq!(pick(&mut queue), Some((0, vec![0; 4])), "all four stages ran in one batch");
     push(&mut queue, 1, 1, 1, 1).unwrap();
@@ -81,9 +81,9 @@ fn refusals_name_what_is_wrong_and_change_nothing() {
     let refused = push(&mut queue, 0, 1, LAYERS, 1).unwrap_err();
     assert_eq!(refused.to_string(), "layer 5 is out of range: the model has 5 layers");
     let key = HopKey { stage: afd_common::ids::StageIdx(MAX_STAGES), ..FrameHeader::key(1, 0, 0) };
-    let (refused, payload) = queue.push(LinkId(0), key, 1, 77).unwrap_err();
+    let (refused, payload) = queue.push(SourceId(0), key, 1, 77).unwrap_err();
     assert_eq!((refused, payload), (Refused::Stage { found: MAX_STAGES }, 77));
-    assert_eq!(push(&mut queue, 8, 1, 0, 1).unwrap_err(), Refused::NotOpen { link: LinkId(8) });
+    assert_eq!(push(&mut queue, 8, 1, 0, 1).unwrap_err(), Refused::NotOpen { source: SourceId(8) });
     assert!(queue.is_empty());
 }
 
@@ -102,19 +102,19 @@ fn steps_may_overlap_and_skip_but_not_come_back_after_the_window() {
 /// What the adversary may do.
 #[derive(Clone, Debug)]
 enum Move {
-    Push { link: u64, step: u64, layer: u16, stage: u8, rows: u32 },
+    Push { source: u64, step: u64, layer: u16, stage: u8, rows: u32 },
     Pick,
-    Close { link: u64 },
-    Open { link: u64 },
+    Close { source: u64 },
+    Open { source: u64 },
 }
 
 fn moves() -> impl Strategy<Value = Vec<Move>> {
     let push = (0..6u64, 0..14u64, 0..LAYERS + 1, 0..MAX_STAGES + 1, 0..MAX_ROWS + 8)
-        .prop_map(|(link, step, layer, stage, rows)| Move::Push { link, step, layer, stage, rows });
+        .prop_map(|(source, step, layer, stage, rows)| Move::Push { source, step, layer, stage, rows });
     let other = prop_oneof![
         4 => Just(Move::Pick),
-        1 => (0..6u64).prop_map(|link| Move::Close { link }),
-        1 => (0..6u64).prop_map(|link| Move::Open { link }),
+        1 => (0..6u64).prop_map(|source| Move::Close { source }),
+        1 => (0..6u64).prop_map(|source| Move::Open { source }),
     ];
     proptest::collection::vec(prop_oneof![4 => push, 2 => other], 0..400)
 }
@@ -131,18 +131,18 @@ proptest! {
         let mut batch = Vec::new();
         for step in moves {
             match step {
-                Move::Push { link, step, layer, stage, rows } => {
+                Move::Push { source, step, layer, stage, rows } => {
                     let key = HopKey { stage: afd_common::ids::StageIdx(stage), ..FrameHeader::key(step, layer, 0) };
-                    match queue.push(LinkId(link), key, rows, step) {
+                    match queue.push(SourceId(source), key, rows, step) {
                         Ok(()) => {
-                            prop_assert!(open.contains(&link) && layer < LAYERS && stage < MAX_STAGES);
-                            prop_assert!(lifetime.entry(link).or_default().insert(key), "ran twice");
-                            waiting.insert((link, key), rows);
+                            prop_assert!(open.contains(&source) && layer < LAYERS && stage < MAX_STAGES);
+                            prop_assert!(lifetime.entry(source).or_default().insert(key), "ran twice");
+                            waiting.insert((source, key), rows);
                         }
                         Err((refused, payload)) => {
                             prop_assert_eq!(payload, step);
                             if let Refused::Duplicate { .. } = refused {
-                                prop_assert!(lifetime[&link].contains(&key));
+                                prop_assert!(lifetime[&source].contains(&key));
                             }
                         }
                     }
@@ -156,23 +156,23 @@ proptest! {
                     prop_assert!(rows <= MAX_ROWS || rows == biggest);
                     for hop in &batch {
                         prop_assert_eq!(Some(hop.key.layer), layer);
-                        prop_assert_eq!(waiting.remove(&(hop.link.0, hop.key)), Some(hop.rows));
+                        prop_assert_eq!(waiting.remove(&(hop.source.0, hop.key)), Some(hop.rows));
                     }
                 }
-                Move::Close { link } => {
+                Move::Close { source } => {
                     let mut dropped = Vec::new();
-                    queue.close(LinkId(link), &mut dropped);
-                    open.remove(&link);
-                    lifetime.remove(&link);
+                    queue.close(SourceId(source), &mut dropped);
+                    open.remove(&source);
+                    lifetime.remove(&source);
                     for hop in dropped {
-                        prop_assert_eq!(hop.link.0, link);
-                        prop_assert!(waiting.remove(&(link, hop.key)).is_some());
+                        prop_assert_eq!(hop.source.0, source);
+                        prop_assert!(waiting.remove(&(source, hop.key)).is_some());
                     }
-                    prop_assert!(waiting.keys().all(|(owner, _)| *owner != link));
+                    prop_assert!(waiting.keys().all(|(owner, _)| *owner != source));
                 }
-                Move::Open { link } => {
-                    queue.open(LinkId(link));
-                    open.insert(link);
+                Move::Open { source } => {
+                    queue.open(SourceId(source));
+                    open.insert(source);
                 }
             }
             prop_assert_eq!(queue.len(), waiting.len());
@@ -193,10 +193,10 @@ proptest! {
             let _ = push(&mut queue, *greedy, step, *layer, *rows);
             batch.clear();
             queue.pick(&mut batch);
-            if batch.iter().any(|hop| hop.link == LinkId(0)) {
+            if batch.iter().any(|hop| hop.source == SourceId(0)) {
                 return Ok(());
             }
-            *led.entry(batch[0].link.0).or_default() += 1;
+            *led.entry(batch[0].source.0).or_default() += 1;
             prop_assert!(led.values().all(|batches| *batches <= 2), "{led:?}");
         }
         prop_assert!(false, "never ran");

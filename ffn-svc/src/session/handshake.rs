@@ -1,0 +1,361 @@
+//! What two processes must agree on before a tensor may travel, and what they negotiate. Pure: the request and what this
+//! rank serves go in, an [`Agreement`] or a [`Refusal`] that names the field and both values comes out.
+use std::fmt;
+
+use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
+use subtle::ConstantTimeEq;
+
+/// Most characters of a deployment's name.
+const MAX_DEPLOYMENT_CHARS: usize = 128;
+
+/// What this rank serves and offers.
+#[derive(Clone, Debug)]
+pub struct Offer {
+    /// The model, to be equal on both sides.
+    pub model: v1::ModelIdentity,
+    /// Shards of the model, to be equal on both sides.
+    pub shard_count: u32,
+    /// Link kinds this process can serve.
+    pub link_kinds: Vec<v1::LinkKind>,
+    /// Most stages in flight.
+    pub max_stages: u32,
+    /// Most rows of one stage.
+    pub max_tokens_per_stage: u32,
+    /// Optional features this process knows.
+    pub features: Vec<String>,
+    /// What a caller has to present, if anything.
+    pub join_token: Option<JoinToken>,
+}
+
+/// A shared secret; never printed.
+#[derive(Clone)]
+pub struct JoinToken(String);
+
+impl JoinToken {
+    /// `None` when nothing is left of `text` without its surrounding white space.
+    pub fn new(text: &str) -> Option<Self> {
+        let text = text.trim();
+        (!text.is_empty()).then(|| Self(text.to_owned()))
+    }
+
+    /// Compares in time that does not depend on where the two differ.
+    pub fn matches(&self, presented: &str) -> bool {
+        self.0.as_bytes().ct_eq(presented.as_bytes()).into()
+    }
+}
+
+impl fmt::Debug for JoinToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JoinToken(…)")
+    }
+}
+
+/// What both sides will keep to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Agreement {
+    /// The lower of both minors.
+    pub protocol_minor: u32,
+    /// In the caller's order of preference; at least one.
+    pub link_kinds: Vec<v1::LinkKind>,
+    /// Stages in flight, at least 1.
+    pub max_stages: u32,
+    /// Rows of one stage, at least 1.
+    pub max_tokens_per_stage: u32,
+    /// Known to both sides.
+    pub features: Vec<String>,
+}
+
+/// Why a join is refused. Retrying the same request does not help.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Something that must be equal is not.
+    #[error("`{field}` differs: the caller has {caller}, this FFN rank has {own}")]
+    Differs {
+        /// Name in the protocol.
+        field: &'static str,
+        /// The caller's value.
+        caller: String,
+        /// This rank's value.
+        own: String,
+    },
+    /// There is nothing that both sides can use.
+    #[error("`{field}` have nothing in common: the caller has {caller}, this FFN rank has {own}")]
+    NothingInCommon {
+        /// Name in the protocol.
+        field: &'static str,
+        /// The caller's values.
+        caller: String,
+        /// This rank's values.
+        own: String,
+    },
+    /// A field is missing or outside its range.
+    #[error("`{field}` is {found}; expected {expected}")]
+    Invalid {
+        /// Name in the protocol.
+        field: &'static str,
+        /// As sent.
+        found: String,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// The secret is absent or wrong.
+    #[error("`join_token` is {found}; this FFN rank asks for one (--join-token-file)")]
+    Token {
+        /// "missing" or "wrong".
+        found: &'static str,
+    },
+}
+
+/// Compares and negotiates.
+///
+/// # Errors
+/// The first [`Refusal`], in the order of the protocol's fields.
+pub fn agree(offer: &Offer, request: &v1::JoinRequest) -> Result<Agreement, Refusal> {
+    equal("protocol_major", request.protocol_major, PROTOCOL_MAJOR)?;
+    check_token(offer.join_token.as_ref(), &request.join_token)?;
+    check_identity(request.identity.as_ref())?;
+    check_model(&offer.model, request.model.as_ref())?;
+    // 0: the caller takes what the first rank says.
+    if request.shard_count != 0 {
+        equal("shard_count", request.shard_count, offer.shard_count)?;
+    }
+    Ok(Agreement {
+        protocol_minor: request.protocol_minor.min(PROTOCOL_MINOR),
+        link_kinds: common_kinds(offer, request)?,
+        max_stages: lower("max_stages", request.max_stages, offer.max_stages)?,
+        max_tokens_per_stage: lower(
+            "max_tokens_per_stage",
+            request.max_tokens_per_stage,
+            offer.max_tokens_per_stage,
+        )?,
+        features: request.features.iter().filter(|name| offer.features.contains(name)).cloned().collect(),
+    })
+}
+
+fn equal<T: PartialEq + fmt::Display>(field: &'static str, caller: T, own: T) -> Result<(), Refusal> {
+    if caller == own {
+        return Ok(());
+    }
+    Err(Refusal::Differs { field, caller: caller.to_string(), own: own.to_string() })
+}
+
+fn lower(field: &'static str, caller: u32, own: u32) -> Result<u32, Refusal> {
+    match caller {
+        0 => Err(Refusal::Invalid { field, found: "0".into(), expected: "at least 1" }),
+        wanted => Ok(wanted.min(own)),
+    }
+}
+
+fn check_token(asked_for: Option<&JoinToken>, presented: &str) -> Result<(), Refusal> {
+    match asked_for {
+        Some(token) if !token.matches(presented) => {
+            Err(Refusal::Token { found: if presented.is_empty() { "missing" } else { "wrong" } })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_identity(identity: Option<&v1::Identity>) -> Result<(), Refusal> {
+    let identity = identity.ok_or_else(|| missing("identity"))?;
+    let chars = identity.deployment.chars().count();
+    if chars == 0 || chars > MAX_DEPLOYMENT_CHARS {
+        return Err(Refusal::Invalid {
+            field: "identity.deployment",
+            found: format!("{chars} characters long"),
+            expected: "1 to 128 characters",
+        });
+    }
+    if identity.role() != v1::Role::Attention {
+        return Err(Refusal::Differs {
+            field: "identity.role",
+            caller: identity.role().as_str_name().into(),
+            own: "ROLE_FFN, which only ROLE_ATTENTION may join".into(),
+        });
+    }
+    Ok(())
+}
+
+fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> Result<(), Refusal> {
+    let caller = caller.ok_or_else(|| missing("model"))?;
+    // The fingerprint covers all of what follows but the last two; those that say more than a hash come first.
+    equal("model.architecture", caller.architecture.as_str(), own.architecture.as_str())?;
+    equal("model.hidden_size", caller.hidden_size, own.hidden_size)?;
+    equal("model.num_layers", caller.num_layers, own.num_layers)?;
+    equal("model.fingerprint", caller.fingerprint.as_str(), own.fingerprint.as_str())?;
+    equal(
+        "model.activation_dtype",
+        caller.activation_dtype().as_str_name(),
+        own.activation_dtype().as_str_name(),
+    )?;
+    equal("model.gate_placement", caller.gate_placement().as_str_name(), own.gate_placement().as_str_name())
+}
+
+fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::LinkKind>, Refusal> {
+    // A kind this build has no name for is one it cannot serve.
+    let wanted: Vec<_> = request.link_kinds().collect();
+    let common: Vec<_> = wanted.iter().copied().filter(|kind| offer.link_kinds.contains(kind)).collect();
+    if common.is_empty() {
+        return Err(Refusal::NothingInCommon {
+            field: "link_kinds",
+            caller: kind_names(&wanted),
+            own: kind_names(&offer.link_kinds),
+        });
+    }
+    Ok(common)
+}
+
+fn kind_names(kinds: &[v1::LinkKind]) -> String {
+    let names: Vec<_> = kinds.iter().map(v1::LinkKind::as_str_name).collect();
+    if names.is_empty() { "none".into() } else { names.join(", ") }
+}
+
+fn missing(field: &'static str) -> Refusal {
+    Refusal::Invalid { field, found: "missing".into(), expected: "a value" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model() -> v1::ModelIdentity {
+        v1::ModelIdentity {
+            fingerprint: "aa11".into(),
+            architecture: "MixtralForCausalLM".into(),
+            hidden_size: 64,
+            num_layers: 4,
+            activation_dtype: v1::Dtype::F32.into(),
+            gate_placement: v1::GatePlacement::Ffn.into(),
+        }
+    }
+
+    fn offer() -> Offer {
+        Offer {
+            model: model(),
+            shard_count: 2,
+            link_kinds: vec![v1::LinkKind::Tcp, v1::LinkKind::Inline],
+            max_stages: 2,
+            max_tokens_per_stage: 512,
+            features: vec!["profile".into()],
+            join_token: JoinToken::new(" sesame\n"),
+        }
+    }
+
+    fn request() -> v1::JoinRequest {
+        v1::JoinRequest {
+            protocol_major: PROTOCOL_MAJOR,
+            protocol_minor: 7,
+            identity: Some(v1::Identity {
+                deployment: "d".into(),
+                role: v1::Role::Attention.into(),
+                rank: 0,
+                incarnation: 1,
+            }),
+            model: Some(model()),
+            shard_count: 2,
+            link_kinds: vec![v1::LinkKind::Inline.into(), 999, v1::LinkKind::Tcp.into()],
+            max_stages: 4,
+            max_tokens_per_stage: 100,
+            features: vec!["telepathy".into(), "profile".into()],
+            join_token: "sesame".into(),
+        }
+    }
+
+    fn refusal(change: impl FnOnce(&mut v1::JoinRequest)) -> String {
+        let mut request = request();
+        change(&mut request);
+        agree(&offer(), &request).expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn equals_join_and_everything_else_is_negotiated() {
+        let agreement = agree(&offer(), &request()).unwrap();
+        assert_eq!(
+            agreement,
+            Agreement {
+                protocol_minor: PROTOCOL_MINOR,
+                link_kinds: vec![v1::LinkKind::Inline, v1::LinkKind::Tcp],
+                max_stages: 2,
+                max_tokens_per_stage: 100,
+                features: vec!["profile".into()],
+            }
+        );
+    }
+
+    #[test]
+    fn a_caller_that_knows_no_shard_count_yet_takes_ours() {
+        assert!(agree(&offer(), &v1::JoinRequest { shard_count: 0, ..request() }).is_ok());
+    }
+
+    #[test]
+    fn what_must_be_equal_is_refused_by_name_with_both_values() {
+        type Change = fn(&mut v1::JoinRequest);
+        fn model(request: &mut v1::JoinRequest) -> &mut v1::ModelIdentity {
+            request.model.as_mut().unwrap()
+        }
+        let cases: [(Change, [&str; 3]); 9] = [
+            (|r| r.protocol_major = 9, ["protocol_major", "9", "1"]),
+            (|r| model(r).fingerprint = "bb22".into(), ["model.fingerprint", "bb22", "aa11"]),
+            (
+                |r| model(r).architecture = "LlamaForCausalLM".into(),
+                ["model.architecture", "LlamaForCausalLM", "MixtralForCausalLM"],
+            ),
+            (|r| model(r).hidden_size = 65, ["model.hidden_size", "65", "64"]),
+            (|r| model(r).num_layers = 5, ["model.num_layers", "5", "4"]),
+            (
+                |r| model(r).activation_dtype = v1::Dtype::Bf16.into(),
+                ["model.activation_dtype", "DTYPE_BF16", "DTYPE_F32"],
+            ),
+            (
+                |r| model(r).gate_placement = v1::GatePlacement::Attention.into(),
+                ["model.gate_placement", "GATE_PLACEMENT_ATTENTION", "GATE_PLACEMENT_FFN"],
+            ),
+            (|r| r.shard_count = 3, ["shard_count", "3", "2"]),
+            (
+                |r| r.identity.as_mut().unwrap().role = v1::Role::Ffn.into(),
+                ["identity.role", "ROLE_FFN", "ROLE_ATTENTION"],
+            ),
+        ];
+        for (change, parts) in cases {
+            let message = refusal(change);
+            for part in parts {
+                assert!(message.contains(part), "`{message}` does not name {part}");
+            }
+        }
+    }
+
+    #[test]
+    fn missing_or_useless_fields_are_refused_by_name() {
+        type Change = fn(&mut v1::JoinRequest);
+        let cases: [(Change, &str); 8] = [
+            (|r| r.identity = None, "`identity` is missing"),
+            (|r| r.model = None, "`model` is missing"),
+            (
+                |r| r.identity.as_mut().unwrap().deployment.clear(),
+                "`identity.deployment` is 0 characters long",
+            ),
+            (|r| r.max_stages = 0, "`max_stages` is 0"),
+            (|r| r.max_tokens_per_stage = 0, "`max_tokens_per_stage` is 0"),
+            (|r| r.link_kinds.clear(), "`link_kinds` have nothing in common: the caller has none"),
+            (
+                |r| r.link_kinds = vec![v1::LinkKind::Nccl.into()],
+                "LINK_KIND_NCCL, this FFN rank has LINK_KIND_TCP",
+            ),
+            (|r| r.link_kinds = vec![4711], "the caller has none"),
+        ];
+        for (change, part) in cases {
+            let message = refusal(change);
+            assert!(message.contains(part), "`{message}` does not say `{part}`");
+        }
+    }
+
+    #[test]
+    fn the_join_token_is_asked_for_and_never_shown() {
+        assert!(refusal(|r| r.join_token.clear()).contains("missing"));
+        let message = refusal(|r| r.join_token = "sesam".into());
+        assert!(message.contains("wrong") && !message.contains("sesam"), "{message}");
+        assert_eq!(format!("{:?}", offer().join_token), "Some(JoinToken(…))");
+        let open = Offer { join_token: None, ..offer() };
+        assert!(agree(&open, &request()).is_ok(), "a token nobody asked for does no harm");
+        assert!(JoinToken::new(" \n").is_none());
+    }
+}
