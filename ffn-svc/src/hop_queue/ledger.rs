@@ -45,12 +45,12 @@ impl HopLedger {
             return Err(Refused::Stage { found: key.stage.0 });
         }
         let Some(slot) = self.slot_of(key.step) else {
-            return Err(Refused::Stale { source, key, window: WINDOW });
+            return Err(Refused::Stale { link: source, key, window: WINDOW });
         };
         let index = usize::from(key.layer.0) * usize::from(MAX_STAGES) + usize::from(key.stage.0);
         let (word, bit) = (&mut self.steps[slot].bits[index / 64], 1 << (index % 64));
         if *word & bit != 0 {
-            return Err(Refused::Duplicate { source, key });
+            return Err(Refused::Duplicate { link: source, key });
         }
         *word |= bit;
         Ok(())

@@ -52,18 +52,18 @@ pub struct QueuedHop<T> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// It was accepted before on this link: drop it, the first one is answered.
-    #[error("{key} was sent twice on {source}")]
+    #[error("{key} was sent twice on {link}")]
     Duplicate {
         /// Where it came from.
-        source: SourceId,
+        link: SourceId,
         /// Which.
         key: HopKey,
     },
     /// Its step is older than the last steps of this link.
-    #[error("{key} on {source} is older than the last {window} steps")]
+    #[error("{key} on {link} is older than the last {window} steps")]
     Stale {
         /// Where it came from.
-        source: SourceId,
+        link: SourceId,
         /// Which.
         key: HopKey,
         /// How many steps of a link may be under way.
@@ -84,10 +84,10 @@ pub enum Refused {
         found: u8,
     },
     /// The link was closed, or never opened.
-    #[error("{source} is not open")]
+    #[error("{link} is not open")]
     NotOpen {
         /// Which.
-        source: SourceId,
+        link: SourceId,
     },
 }
 
@@ -169,7 +169,7 @@ impl<T> HopQueue<T> {
             return Err((Refused::Layer { found: key.layer.0, num_layers }, payload));
         };
         let Some(state) = self.links.iter_mut().find(|state| state.id == source) else {
-            return Err((Refused::NotOpen { source }, payload));
+            return Err((Refused::NotOpen { link: source }, payload));
         };
         if let Err(refused) = state.ledger.accept(source, key) {
             return Err((refused, payload));

@@ -83,7 +83,7 @@ fn refusals_name_what_is_wrong_and_change_nothing() {
     let key = HopKey { stage: afd_common::ids::StageIdx(MAX_STAGES), ..FrameHeader::key(1, 0, 0) };
     let (refused, payload) = queue.push(SourceId(0), key, 1, 77).unwrap_err();
     assert_eq!((refused, payload), (Refused::Stage { found: MAX_STAGES }, 77));
-    assert_eq!(push(&mut queue, 8, 1, 0, 1).unwrap_err(), Refused::NotOpen { source: SourceId(8) });
+    assert_eq!(push(&mut queue, 8, 1, 0, 1).unwrap_err(), Refused::NotOpen { link: SourceId(8) });
     assert!(queue.is_empty());
 }
 

@@ -1,0 +1,298 @@
+//! What a session's steps cost: written by the engine thread hop by hop, read by the session's control stream, which
+//! makes step reports of it. No clock of its own: times are passed in, microseconds since the Unix epoch.
+//!
+//! A step is over when the last layer of every planned stage has been served; without a plan, or with fewer stages than
+//! planned, when a hop of a later step begins. What nobody collects is bounded and the oldest is given up.
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard};
+
+use afd_common::ids::{HopKey, LayerIdx, StepId};
+use tokio::sync::Notify;
+
+/// Steps under way at once, planned ones included.
+const MAX_OPEN: usize = 16;
+/// Steps that are over and not yet reported.
+const MAX_FINISHED: usize = 64;
+/// Hops whose times are kept, per step.
+const MAX_TIMINGS: usize = 4096;
+
+/// Times of one served hop, microseconds since the Unix epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HopTimes {
+    /// Which hop.
+    pub key: HopKey,
+    /// Its rows.
+    pub rows: u32,
+    /// When the engine saw it.
+    pub arrived_us: u64,
+    /// When its batch began to be computed.
+    pub started_us: u64,
+    /// When its batch had been computed.
+    pub finished_us: u64,
+    /// When its result had been handed to the link.
+    pub sent_us: u64,
+}
+
+/// What one step cost. Times are summed over its hops; a hop that shared a batch counts the whole batch's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepAccount {
+    /// Which step.
+    pub step: StepId,
+    /// Hops served.
+    pub num_hops: u32,
+    /// Rows served.
+    pub num_rows: u64,
+    /// Waiting, microseconds.
+    pub queue_us: u64,
+    /// Computing, microseconds.
+    pub compute_us: u64,
+    /// Sending, microseconds.
+    pub send_us: u64,
+    /// Last layer begun.
+    pub last_layer: LayerIdx,
+    /// First failure: gRPC code and message.
+    pub error: Option<(i32, String)>,
+    /// Times of its hops, when the plan asked for a profile.
+    pub hops: Vec<HopTimes>,
+    plan: Option<Planned>,
+    last_layer_hops: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Planned {
+    stages: u32,
+    profile: bool,
+}
+
+/// See the module's head. Shared by a session's links and its control stream.
+#[derive(Debug)]
+pub struct StepAccounts {
+    num_layers: u16,
+    book: Mutex<Book>,
+    finished: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    /// Oldest step first.
+    open: VecDeque<StepAccount>,
+    finished: VecDeque<StepAccount>,
+    last_begun: Option<HopKey>,
+}
+
+impl StepAccounts {
+    /// For a model of `num_layers` layers.
+    pub fn new(num_layers: u16) -> Self {
+        Self { num_layers, book: Mutex::default(), finished: Notify::new() }
+    }
+
+    /// The last hop that began; `None` before the first.
+    pub fn last_begun(&self) -> Option<HopKey> {
+        self.lock().last_begun
+    }
+
+    /// Whether a step has begun and not ended.
+    pub fn under_way(&self) -> bool {
+        self.lock().open.iter().any(|account| account.num_hops > 0)
+    }
+
+    /// A plan came, or a newer revision of it.
+    pub fn handle_plan(&self, step: StepId, stages: u32, profile: bool) {
+        let mut book = self.lock();
+        book.account(step).plan = Some(Planned { stages, profile });
+        self.close_finished(&mut book, step);
+    }
+
+    /// A plan was withdrawn. Hops that have come nevertheless stay on the account.
+    pub fn handle_cancel(&self, step: StepId) {
+        self.lock().open.retain(|account| account.step != step || account.num_hops > 0);
+    }
+
+    /// A hop is about to be computed. Ends every earlier step. Whether there was a plan for it.
+    pub fn handle_begin(&self, key: HopKey) -> bool {
+        let mut book = self.lock();
+        book.last_begun = Some(key);
+        let mut any = false;
+        while book.open.front().is_some_and(|account| account.step < key.step) {
+            // A step of which nothing came was withdrawn, or superseded; it is nobody's business any more.
+            if let Some(account) = book.open.pop_front().filter(|account| account.num_hops > 0) {
+                book.finish(account);
+                any = true;
+            }
+        }
+        let account = book.account(key.step);
+        account.last_layer = key.layer;
+        let planned = account.plan.is_some();
+        drop(book);
+        if any {
+            self.finished.notify_one();
+        }
+        planned
+    }
+
+    /// A hop was served.
+    pub fn handle_served(&self, times: &HopTimes) {
+        let mut book = self.lock();
+        let account = book.account(times.key.step);
+        account.num_hops += 1;
+        account.num_rows += u64::from(times.rows);
+        account.queue_us += times.started_us.saturating_sub(times.arrived_us);
+        account.compute_us += times.finished_us.saturating_sub(times.started_us);
+        account.send_us += times.sent_us.saturating_sub(times.finished_us);
+        if account.plan.is_some_and(|plan| plan.profile) && account.hops.len() < MAX_TIMINGS {
+            account.hops.push(*times);
+        }
+        account.last_layer_hops += u32::from(times.key.layer.0 + 1 == self.num_layers);
+        self.close_finished(&mut book, times.key.step);
+    }
+
+    /// A hop failed. The first failure of a step is kept.
+    pub fn handle_failed(&self, step: StepId, code: i32, message: &str) {
+        let mut book = self.lock();
+        let account = book.account(step);
+        account.num_hops += 1;
+        account.error.get_or_insert_with(|| (code, message.to_owned()));
+    }
+
+    /// The oldest step that is over and was not taken yet.
+    pub fn take_finished(&self) -> Option<StepAccount> {
+        self.lock().finished.pop_front()
+    }
+
+    /// Waits until [`take_finished`](Self::take_finished) may have something. One task may wait.
+    pub async fn wait_finished(&self) {
+        self.finished.notified().await;
+    }
+
+    fn close_finished(&self, book: &mut Book, step: StepId) {
+        let over = |account: &StepAccount| {
+            account.step == step && account.plan.is_some_and(|plan| account.last_layer_hops >= plan.stages)
+        };
+        if let Some(at) = book.open.iter().position(over)
+            && let Some(account) = book.open.remove(at)
+        {
+            book.finish(account);
+            self.finished.notify_one();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Book {
+    /// The open account of a step, made when it has none.
+    fn account(&mut self, step: StepId) -> &mut StepAccount {
+        let at = self.open.partition_point(|account| account.step < step);
+        if self.open.get(at).is_none_or(|account| account.step != step) {
+            self.open.insert(at, StepAccount { step, ..StepAccount::default() });
+        }
+        let mut at = at;
+        if self.open.len() > MAX_OPEN {
+            // The oldest goes, or, when that is the one asked for, the newest.
+            if at == 0 {
+                self.open.pop_back()
+            } else {
+                self.open.pop_front()
+            };
+            at = at.saturating_sub(1);
+        }
+        &mut self.open[at]
+    }
+
+    fn finish(&mut self, account: StepAccount) {
+        if self.finished.len() == MAX_FINISHED {
+            self.finished.pop_front();
+        }
+        self.finished.push_back(account);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use afd_common::frame::FrameHeader;
+
+    use super::*;
+
+    const LAYERS: u16 = 2;
+
+    /// Whether it was planned.
+    fn serve(accounts: &StepAccounts, step: u64, layer: u16, stage: u8) -> bool {
+        let key = FrameHeader::key(step, layer, stage);
+        let planned = accounts.handle_begin(key);
+        let times = HopTimes { key, rows: 3, arrived_us: 10, started_us: 15, finished_us: 35, sent_us: 36 };
+        accounts.handle_served(&times);
+        planned
+    }
+
+    #[test]
+    fn a_planned_step_is_over_after_the_last_layer_of_all_its_stages() {
+        let accounts = StepAccounts::new(LAYERS);
+        accounts.handle_plan(StepId(4), 2, false);
+        for (layer, stage) in [(0, 0), (0, 1), (1, 0)] {
+            assert!(serve(&accounts, 4, layer, stage));
+            assert_eq!(accounts.take_finished(), None);
+            assert!(accounts.under_way());
+        }
+        serve(&accounts, 4, 1, 1);
+        let account = accounts.take_finished().unwrap();
+        assert_eq!((account.step, account.num_hops, account.num_rows), (StepId(4), 4, 12));
+        assert_eq!((account.queue_us, account.compute_us, account.send_us), (20, 80, 4));
+        assert_eq!((account.last_layer, account.hops.len()), (LayerIdx(1), 0));
+        assert!(!accounts.under_way());
+    }
+
+    #[test]
+    fn without_a_plan_the_next_step_ends_the_one_before() {
+        let accounts = StepAccounts::new(LAYERS);
+        assert!(!serve(&accounts, 1, 0, 0));
+        serve(&accounts, 1, 1, 0);
+        assert_eq!(accounts.take_finished(), None);
+        accounts.handle_begin(FrameHeader::key(2, 0, 0));
+        assert_eq!(
+            accounts.take_finished().map(|account| (account.step, account.num_hops)),
+            Some((StepId(1), 2))
+        );
+        assert_eq!(accounts.last_begun(), Some(FrameHeader::key(2, 0, 0)));
+    }
+
+    #[test]
+    fn a_profile_keeps_every_hop_and_a_late_plan_still_counts() {
+        let accounts = StepAccounts::new(LAYERS);
+        serve(&accounts, 1, 0, 0);
+        accounts.handle_plan(StepId(1), 1, true);
+        serve(&accounts, 1, 1, 0);
+        let account = accounts.take_finished().unwrap();
+        assert_eq!(account.hops.len(), 1, "from the plan on");
+        assert_eq!(account.num_hops, 2);
+    }
+
+    #[test]
+    fn withdrawn_and_forgotten_steps_leave_nothing() {
+        let accounts = StepAccounts::new(LAYERS);
+        for step in 0..100 {
+            accounts.handle_plan(StepId(step), 1, false);
+        }
+        assert_eq!(accounts.lock().open.len(), MAX_OPEN);
+        accounts.handle_cancel(StepId(99));
+        assert_eq!(accounts.lock().open.len(), MAX_OPEN - 1);
+        serve(&accounts, 200, 0, 0);
+        assert_eq!(accounts.take_finished(), None, "steps of which nothing came are not reported");
+        assert_eq!(accounts.lock().open.len(), 1);
+        for step in 201..400 {
+            serve(&accounts, step, 0, 0);
+        }
+        assert_eq!(accounts.lock().finished.len(), MAX_FINISHED);
+    }
+
+    #[test]
+    fn the_first_failure_of_a_step_is_kept() {
+        let accounts = StepAccounts::new(LAYERS);
+        accounts.handle_begin(FrameHeader::key(1, 0, 0));
+        accounts.handle_failed(StepId(1), 3, "first");
+        accounts.handle_failed(StepId(1), 13, "second");
+        accounts.handle_begin(FrameHeader::key(2, 0, 0));
+        assert_eq!(accounts.take_finished().unwrap().error, Some((3, "first".into())));
+    }
+}

@@ -1,0 +1,68 @@
+//! Numbers of the engine. Its thread only adds to atomics.
+use afd_common::telemetry::metrics::{Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, SECONDS};
+use afd_common::telemetry::{MetricError, Metrics};
+
+const ROWS: [f64; 13] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 16384.0];
+const HOPS: [f64; 7] = [1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0];
+
+/// See the module's head. Clones share the numbers.
+#[derive(Clone, Debug)]
+pub struct EngineMetrics {
+    /// Hops served.
+    pub hops: IntCounter,
+    /// Rows served.
+    pub rows: IntCounter,
+    /// Hops answered with an error, by reason.
+    pub refused: IntCounterVec,
+    /// Hops that began without a plan.
+    pub unplanned: IntCounter,
+    /// Rows of a batch.
+    pub batch_rows: Histogram,
+    /// Hops of a batch.
+    pub batch_hops: Histogram,
+    /// From a hop's arrival to its batch.
+    pub queue_seconds: Histogram,
+    /// Computing a batch.
+    pub compute_seconds: Histogram,
+    /// Handing a result to its link.
+    pub send_seconds: Histogram,
+    /// Time spent computing and sending, microseconds; its rate is the busy ratio.
+    pub busy_us: IntCounter,
+    /// Hops that wait.
+    pub queued: IntGauge,
+    /// Links in use, by kind.
+    pub links: IntGaugeVec,
+}
+
+impl EngineMetrics {
+    /// Makes them in `metrics`.
+    ///
+    /// # Errors
+    /// When a name is taken there.
+    pub fn new(metrics: &Metrics) -> Result<Self, MetricError> {
+        let seconds = |name: &str, help: &str| metrics.histogram(name, help, &SECONDS);
+        Ok(Self {
+            hops: metrics.counter("afd_ffn_hops_total", "Hops served.")?,
+            rows: metrics.counter("afd_ffn_rows_total", "Rows served.")?,
+            refused: metrics.counters(
+                "afd_ffn_hops_refused_total",
+                "Hops answered with an error, by reason.",
+                &["reason"],
+            )?,
+            unplanned: metrics.counter("afd_ffn_hops_unplanned_total", "Hops that began without a plan.")?,
+            batch_rows: metrics.histogram("afd_ffn_batch_rows", "Rows of a batch.", &ROWS)?,
+            batch_hops: metrics.histogram(
+                "afd_ffn_batch_hops",
+                "Hops of a batch, from all attention ranks.",
+                &HOPS,
+            )?,
+            queue_seconds: seconds("afd_ffn_queue_seconds", "From a hop's arrival to its batch.")?,
+            compute_seconds: seconds("afd_ffn_compute_seconds", "Computing a batch.")?,
+            send_seconds: seconds("afd_ffn_send_seconds", "Handing a result to its link.")?,
+            busy_us: metrics
+                .counter("afd_ffn_busy_us_total", "Time spent computing and sending, microseconds.")?,
+            queued: metrics.gauge("afd_ffn_hops_queued", "Hops that wait.")?,
+            links: metrics.gauges("afd_ffn_links", "Links in use, by kind.", &["kind"])?,
+        })
+    }
+}

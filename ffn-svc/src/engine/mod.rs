@@ -1,0 +1,200 @@
+//! The engine: one OS thread that owns the model and its device, and drives every link.
+//!
+//! On a hop's path it stands between the links and the model, around the [`crate::hop_queue`]. Other threads only pass
+//! it links and calls, over a channel and a [`Doorbell`]; without work it sleeps on the bell. It runs what arrives: it
+//! plans nothing, keeps no request, and an error in one hop is that hop's alone. If the thread ends without being asked
+//! to, [`EngineHandle::ended`] says so and the process should not go on.
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use afd_common::frame::FrameHeader;
+use afd_common::link::{Doorbell, HopLink};
+use bytes::Bytes;
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use tokio::sync::{oneshot, watch};
+
+mod accounts;
+mod hop_error;
+mod metrics;
+mod stage_model;
+mod staging;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+pub use accounts::{HopTimes, StepAccount, StepAccounts};
+pub use hop_error::HopError;
+pub use metrics::EngineMetrics;
+pub use stage_model::{LayerInputs, StageModel, StageSpec};
+
+/// How an engine runs.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Most rows of one hop.
+    pub max_rows: u32,
+    /// Most rows of one batch, hops of all links together; at least `max_rows` to be of use.
+    pub max_batch_rows: u32,
+    /// Where its numbers go.
+    pub metrics: EngineMetrics,
+}
+
+/// Links of one session, so that they can be ended together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SessionTag(pub u64);
+
+/// Why the engine thread ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EngineEnd {
+    /// It was asked to.
+    Stopped,
+    /// It panicked, with these words.
+    Died(String),
+}
+
+/// What other threads say to the engine.
+enum Command {
+    Adopt { link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag },
+    CloseSession { session: SessionTag, reason: String },
+    Call(Call),
+    Stop { reason: String },
+}
+
+/// One layer's FFN outside of any link.
+struct Call {
+    header: FrameHeader,
+    body: Bytes,
+    reply: oneshot::Sender<Result<Vec<u8>, HopError>>,
+}
+
+/// The way to a running engine. Dropping it stops the engine and waits for its thread.
+pub struct EngineHandle {
+    commands: Sender<Command>,
+    bell: Doorbell,
+    spec: Arc<StageSpec>,
+    ended: watch::Receiver<Option<EngineEnd>>,
+    metrics: EngineMetrics,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Starts the thread `engine`.
+///
+/// # Errors
+/// When the system has no thread to give.
+pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<EngineHandle> {
+    let (commands, inbox) = unbounded();
+    let (end, ended) = watch::channel(None);
+    let (bell, spec, metrics) =
+        (Doorbell::default(), Arc::new(model.spec().clone()), options.metrics.clone());
+    let bell_here = bell.clone();
+    let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+        let run = || run(model, options, inbox, bell_here);
+        let outcome = match catch_unwind(AssertUnwindSafe(run)) {
+            Ok(()) => EngineEnd::Stopped,
+            Err(panic) => EngineEnd::Died(words_of(panic.as_ref())),
+        };
+        if let EngineEnd::Died(what) = &outcome {
+            tracing::error!(what, "the FFN engine thread died");
+        }
+        // Nobody may be left to hear it.
+        let _ = end.send(Some(outcome));
+    })?;
+    Ok(EngineHandle { commands, bell, spec, ended, metrics, thread: Mutex::new(Some(thread)) })
+}
+
+fn run(model: impl StageModel, options: EngineOptions, inbox: Receiver<Command>, bell: Doorbell) {
+    let _no_grad = tch::no_grad_guard();
+    worker::Worker::new(model, options, inbox, bell).run();
+}
+
+fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no words").to_owned()
+}
+
+impl EngineHandle {
+    /// What the model takes and returns.
+    pub fn spec(&self) -> &Arc<StageSpec> {
+        &self.spec
+    }
+
+    /// The engine's numbers.
+    pub fn metrics(&self) -> &EngineMetrics {
+        &self.metrics
+    }
+
+    /// What every link of this engine must ring.
+    pub fn bell(&self) -> Doorbell {
+        self.bell.clone()
+    }
+
+    /// Serves a link that belongs to no session, for the life of the engine.
+    pub fn adopt(&self, link: Box<dyn HopLink>) {
+        let accounts = Arc::new(StepAccounts::new(self.spec.layers.len() as u16));
+        self.adopt_for(link, accounts, SessionTag(0));
+    }
+
+    /// Serves a link of a session and keeps the session's accounts.
+    pub fn adopt_for(&self, link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag) {
+        self.tell(Command::Adopt { link, accounts, session });
+    }
+
+    /// Ends the links of a session; their queued hops are dropped.
+    pub fn close_session(&self, session: SessionTag, reason: impl Into<String>) {
+        self.tell(Command::CloseSession { session, reason: reason.into() });
+    }
+
+    /// One layer's FFN on the rows of `header`, whose body is as in a dispatch frame: the result's bytes,
+    /// `[rows, hidden]` in the combine dtype. Of the header's key only the layer is looked at.
+    ///
+    /// # Errors
+    /// [`HopError`].
+    pub async fn call(&self, header: FrameHeader, body: Bytes) -> Result<Vec<u8>, HopError> {
+        let (reply, answer) = oneshot::channel();
+        self.tell(Command::Call(Call { header, body, reply }));
+        answer.await.unwrap_or(Err(HopError::Stopped))
+    }
+
+    /// Whether the engine can be given work.
+    pub fn is_alive(&self) -> bool {
+        self.ended.borrow().is_none()
+    }
+
+    /// Waits until the engine thread has ended, and says why.
+    pub async fn ended(&self) -> EngineEnd {
+        let mut ended = self.ended.clone();
+        match ended.wait_for(Option::is_some).await.map(|end| end.clone()) {
+            Ok(Some(end)) => end,
+            _ => EngineEnd::Died("its thread is gone".into()),
+        }
+    }
+
+    /// Ends all links with `reason` and waits for the thread. Blocks for at most one batch.
+    pub fn stop(&self, reason: impl Into<String>) {
+        self.tell(Command::Stop { reason: reason.into() });
+        let thread = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+        if let Some(thread) = thread {
+            // Its end, a panic included, was reported already.
+            let _ = thread.join();
+        }
+    }
+
+    fn tell(&self, command: Command) {
+        // An engine that has ended takes nothing: what is in the command is dropped, which its other side notices.
+        let _ = self.commands.send(command);
+        self.bell.ring();
+    }
+}
+
+impl Drop for EngineHandle {
+    fn drop(&mut self) {
+        self.stop("the FFN rank is stopping");
+    }
+}
+
+impl fmt::Debug for EngineHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineHandle").field("alive", &self.is_alive()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,409 @@
+//! The engine thread's loop: hear commands, poll links, queue hops, run a batch, send what came of it.
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use afd_common::frame::{FrameHeader, FrameKind, SideKind};
+use afd_common::ids::{Epoch, HopKey, LayerIdx, StageIdx, StepId};
+use afd_common::link::{Doorbell, HopLink, InFrame, LinkError};
+use afd_ffi::memory;
+use bytes::Bytes;
+use crossbeam_channel::{Receiver, TryRecvError};
+use tch::{Device, Tensor};
+use tokio::sync::oneshot;
+
+use super::accounts::{HopTimes, StepAccounts};
+use super::hop_error::{self, HopError};
+use super::staging::{HopBytes, Staging, kind_of};
+use super::{Call, Command, EngineMetrics, EngineOptions, SessionTag, StageModel, StageSpec};
+use crate::hop_queue::{HopQueue, QueuedHop, SourceId};
+
+/// Where hops of [`Call`]s come from.
+const CALLS: SourceId = SourceId(0);
+
+pub(super) struct Worker<M> {
+    model: M,
+    spec: StageSpec,
+    options: EngineOptions,
+    inbox: Receiver<Command>,
+    bell: Doorbell,
+    clock: Clock,
+    queue: HopQueue<Waiting>,
+    sources: Vec<Source>,
+    next_source: u64,
+    next_call: u64,
+    staging: Staging,
+    /// Reused from batch to batch.
+    batch: Vec<QueuedHop<Waiting>>,
+    dropped: Vec<QueuedHop<Waiting>>,
+    text: Vec<u8>,
+}
+
+/// A link in use.
+struct Source {
+    id: SourceId,
+    link: Box<dyn HopLink>,
+    accounts: Arc<StepAccounts>,
+    session: SessionTag,
+}
+
+/// What waits in the queue.
+struct Waiting {
+    origin: Origin,
+    arrived_us: u64,
+}
+
+enum Origin {
+    Link(InFrame),
+    Call { header: FrameHeader, body: Bytes, reply: oneshot::Sender<Result<Vec<u8>, HopError>> },
+}
+
+impl Origin {
+    fn header(&self) -> &FrameHeader {
+        match self {
+            Self::Link(frame) => &frame.header,
+            Self::Call { header, .. } => header,
+        }
+    }
+
+    fn body(&self) -> &[u8] {
+        match self {
+            Self::Link(frame) => frame.body(),
+            Self::Call { body, .. } => body,
+        }
+    }
+}
+
+/// Microseconds since the Unix epoch that never go back.
+struct Clock {
+    started: Instant,
+    started_us: u64,
+}
+
+impl Clock {
+    fn new() -> Self {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self { started: Instant::now(), started_us: since_epoch.as_micros() as u64 }
+    }
+
+    fn now_us(&self) -> u64 {
+        self.started_us + self.started.elapsed().as_micros() as u64
+    }
+}
+
+/// Whether the loop goes on.
+enum Heard {
+    Nothing,
+    Stop { reason: String },
+}
+
+impl<M: StageModel> Worker<M> {
+    pub(super) fn new(model: M, options: EngineOptions, inbox: Receiver<Command>, bell: Doorbell) -> Self {
+        let spec = model.spec().clone();
+        let num_layers = u16::try_from(spec.layers.len()).unwrap_or(u16::MAX);
+        let mut queue = HopQueue::new(num_layers, options.max_batch_rows);
+        queue.open(CALLS);
+        Self {
+            model,
+            spec,
+            options,
+            inbox,
+            bell,
+            clock: Clock::new(),
+            queue,
+            sources: Vec::new(),
+            next_source: CALLS.0 + 1,
+            next_call: 0,
+            staging: Staging::new(),
+            batch: Vec::new(),
+            dropped: Vec::new(),
+            text: Vec::new(),
+        }
+    }
+
+    pub(super) fn run(&mut self) {
+        loop {
+            // Read before looking, so that what rings meanwhile is not slept through.
+            let seen = self.bell.count();
+            if let Heard::Stop { reason } = self.hear() {
+                return self.stop(&reason);
+            }
+            self.poll_links();
+            match self.queue.pick(&mut self.batch) {
+                Some(layer) => self.run_batch(layer),
+                None => {
+                    self.bell.wait(seen, None);
+                }
+            }
+            self.metrics().queued.set(self.queue.len() as i64);
+        }
+    }
+
+    fn metrics(&self) -> &EngineMetrics {
+        &self.options.metrics
+    }
+
+    fn hear(&mut self) -> Heard {
+        loop {
+            match self.inbox.try_recv() {
+                Ok(Command::Adopt { link, accounts, session }) => self.adopt(link, accounts, session),
+                Ok(Command::CloseSession { session, reason }) => self.close_session(session, &reason),
+                Ok(Command::Call(call)) => self.queue_call(call),
+                Ok(Command::Stop { reason }) => return Heard::Stop { reason },
+                Err(TryRecvError::Empty) => return Heard::Nothing,
+                Err(TryRecvError::Disconnected) => return Heard::Stop { reason: "nobody is left".into() },
+            }
+        }
+    }
+
+    fn adopt(&mut self, link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag) {
+        let id = SourceId(self.next_source);
+        self.next_source += 1;
+        tracing::info!(peer = %link.limits().peer, kind = %link.limits().kind, epoch = link.limits().epoch.0, "link up");
+        self.metrics().links.with_label_values(&[&link.limits().kind.to_string()]).inc();
+        self.queue.open(id);
+        self.sources.push(Source { id, link, accounts, session });
+    }
+
+    fn close_session(&mut self, session: SessionTag, reason: &str) {
+        while let Some(at) = self.sources.iter().position(|source| source.session == session) {
+            self.sources[at].link.close(reason);
+            self.drop_source(at, reason);
+        }
+    }
+
+    fn stop(&mut self, reason: &str) {
+        for at in (0..self.sources.len()).rev() {
+            self.sources[at].link.close(reason);
+            self.drop_source(at, reason);
+        }
+    }
+
+    fn drop_source(&mut self, at: usize, why: &str) {
+        let source = self.sources.swap_remove(at);
+        let limits = source.link.limits();
+        self.queue.close(source.id, &mut self.dropped);
+        tracing::info!(
+            peer = %limits.peer, kind = %limits.kind, epoch = limits.epoch.0, dropped_hops = self.dropped.len(), why,
+            "link down"
+        );
+        self.dropped.clear();
+        self.options.metrics.links.with_label_values(&[&limits.kind.to_string()]).dec();
+    }
+
+    fn queue_call(&mut self, call: Call) {
+        let Call { mut header, body, reply } = call;
+        if reply.is_closed() {
+            return;
+        }
+        // Every call is a step of its own, so that none is taken for another's duplicate.
+        self.next_call += 1;
+        header.hop = HopKey { step: StepId(self.next_call), layer: header.hop.layer, stage: StageIdx(0) };
+        let origin = Origin::Call { header, body, reply };
+        self.queue_hop(CALLS, origin);
+    }
+
+    /// Takes what the links have; a link that has ended is dropped with its hops.
+    fn poll_links(&mut self) {
+        let mut at = 0;
+        while at < self.sources.len() {
+            match self.sources[at].link.poll_recv() {
+                Ok(Some(frame)) => self.queue_hop(self.sources[at].id, Origin::Link(frame)),
+                Ok(None) => at += 1,
+                Err(end) => self.drop_source(at, &end.to_string()),
+            }
+        }
+    }
+
+    fn queue_hop(&mut self, source: SourceId, origin: Origin) {
+        let header = *origin.header();
+        let checked = hop_error::check(&self.spec, self.options.max_rows, &header, origin.body().len());
+        let waiting = Waiting { origin, arrived_us: self.clock.now_us() };
+        let (error, waiting) = match checked {
+            Err(error) => (error, waiting),
+            Ok(()) => match self.queue.push(source, header.hop, header.rows, waiting) {
+                Ok(()) => return,
+                Err((refused, waiting)) => (refused.into(), waiting),
+            },
+        };
+        self.answer_error(source, waiting.origin, &error);
+    }
+
+    /// Runs `self.batch`, all of one layer, and answers every hop of it.
+    fn run_batch(&mut self, layer: LayerIdx) {
+        let mut batch = std::mem::take(&mut self.batch);
+        let started_us = self.clock.now_us();
+        for hop in &batch {
+            if let Some(source) = self.source(hop.source)
+                && !source.accounts.handle_begin(hop.key)
+            {
+                self.metrics().unplanned.inc();
+            }
+        }
+        match self.compute(layer, &batch) {
+            Ok(output) => self.send_all(&mut batch, output.as_ref(), started_us),
+            Err(error) if batch.len() == 1 => {
+                batch.drain(..).for_each(|hop| self.answer_error(hop.source, hop.payload.origin, &error));
+            }
+            // One of them spoiled it for all: each on its own, so that only that one fails.
+            Err(_) => {
+                for hop in batch.drain(..) {
+                    match self.compute(layer, std::slice::from_ref(&hop)) {
+                        Ok(output) => self.send_all(&mut vec![hop], output.as_ref(), started_us),
+                        Err(error) => self.answer_error(hop.source, hop.payload.origin, &error),
+                    }
+                }
+            }
+        }
+        batch.clear();
+        self.batch = batch;
+    }
+
+    /// The layer's output for all rows of these hops, `[rows, hidden]` in the combine dtype on the CPU; `None` when they
+    /// have no rows.
+    fn compute(&mut self, layer: LayerIdx, hops: &[QueuedHop<Waiting>]) -> Result<Option<Tensor>, HopError> {
+        let rows: usize = hops.iter().map(|hop| hop.rows as usize).sum();
+        if rows == 0 {
+            return Ok(None);
+        }
+        let failed = |what: String| HopError::Model { layer: layer.0, what };
+        let inputs =
+            self.spec.layers.get(usize::from(layer.0)).map(|inputs| (inputs.side, inputs.side_columns));
+        let (side_kind, side_columns) = inputs.unwrap_or((SideKind::None, 0));
+        let (hidden, dtype) = (self.spec.hidden_size, self.spec.activations);
+        let bytes =
+            hops.iter().map(|hop| HopBytes { rows: hop.rows as usize, body: hop.payload.origin.body() });
+        let input =
+            self.staging.rows(bytes.clone(), hidden, dtype).map_err(|error| failed(error.to_string()))?;
+        let side = self
+            .staging
+            .side(bytes, hidden * dtype.bytes(), side_kind, side_columns as usize)
+            .map_err(|error| failed(error.to_string()))?;
+        let output = self.model.forward(layer, &input, &side).map_err(failed)?;
+        let expected = [rows as i64, hidden as i64];
+        if output.size() != expected {
+            return Err(failed(format!("the model returned {:?} instead of {expected:?}", output.size())));
+        }
+        output
+            .f_to_device(Device::Cpu)
+            .and_then(|output| output.f_to_kind(kind_of(self.spec.combine())))
+            .and_then(|output| output.f_contiguous())
+            .map(Some)
+            .map_err(|error| failed(error.to_string()))
+    }
+
+    /// Sends every hop its slice of `output`, in the order in which the rows were put together.
+    fn send_all(&mut self, batch: &mut Vec<QueuedHop<Waiting>>, output: Option<&Tensor>, started_us: u64) {
+        let finished_us = self.clock.now_us();
+        let mut rest: &[u8] = match output.map(memory::bytes) {
+            None => &[],
+            Some(Ok(bytes)) => bytes,
+            Some(Err(error)) => {
+                for hop in batch.drain(..) {
+                    let error = HopError::Model { layer: hop.key.layer.0, what: error.to_string() };
+                    self.answer_error(hop.source, hop.payload.origin, &error);
+                }
+                return;
+            }
+        };
+        self.note_batch(batch, started_us, finished_us);
+        let row_bytes = self.spec.hidden_size * self.spec.combine().bytes();
+        let mut before_us = finished_us;
+        for hop in batch.drain(..) {
+            let (slice, behind) = rest.split_at(hop.rows as usize * row_bytes);
+            rest = behind;
+            let (source, key, rows, arrived_us) = (hop.source, hop.key, hop.rows, hop.payload.arrived_us);
+            self.answer(source, hop.payload.origin, slice);
+            let sent_us = self.clock.now_us();
+            let metrics = self.metrics();
+            metrics.send_seconds.observe(seconds(before_us, sent_us));
+            metrics.queue_seconds.observe(seconds(arrived_us, started_us));
+            before_us = sent_us;
+            if let Some(source) = self.source(source) {
+                source.accounts.handle_served(&HopTimes {
+                    key,
+                    rows,
+                    arrived_us,
+                    started_us,
+                    finished_us,
+                    sent_us,
+                });
+            }
+        }
+        self.metrics().busy_us.inc_by(before_us.saturating_sub(started_us));
+    }
+
+    fn note_batch(&self, batch: &[QueuedHop<Waiting>], started_us: u64, finished_us: u64) {
+        let metrics = self.metrics();
+        let rows: u64 = batch.iter().map(|hop| u64::from(hop.rows)).sum();
+        metrics.hops.inc_by(batch.len() as u64);
+        metrics.rows.inc_by(rows);
+        metrics.batch_rows.observe(rows as f64);
+        metrics.batch_hops.observe(batch.len() as f64);
+        metrics.compute_seconds.observe(seconds(started_us, finished_us));
+    }
+
+    fn answer(&mut self, source: SourceId, origin: Origin, slice: &[u8]) {
+        let header = match origin {
+            // A caller that has gone away is no error.
+            Origin::Call { reply, .. } => return drop(reply.send(Ok(slice.to_vec()))),
+            Origin::Link(frame) => frame.header,
+        };
+        let combine = FrameHeader {
+            kind: FrameKind::Combine,
+            dtype: self.spec.combine(),
+            side: SideKind::None,
+            side_columns: 0,
+            body_bytes: slice.len() as u32,
+            ..header
+        };
+        self.send(source, combine, slice);
+    }
+
+    fn answer_error(&mut self, source: SourceId, origin: Origin, error: &HopError) {
+        self.metrics().refused.with_label_values(&[error.reason()]).inc();
+        let header = match origin {
+            Origin::Call { reply, .. } => return drop(reply.send(Err(error.clone()))),
+            Origin::Link(frame) => frame.header,
+        };
+        let mut text = std::mem::take(&mut self.text);
+        error.encode(&mut text);
+        let answer = FrameHeader {
+            kind: FrameKind::Error,
+            side: SideKind::None,
+            epoch: Epoch(0),
+            rows: 0,
+            columns: 0,
+            side_columns: 0,
+            body_bytes: text.len() as u32,
+            ..header
+        };
+        if let Some(source) = self.source(source) {
+            tracing::warn!(peer = %source.link.limits().peer, hop = %header.hop, %error, "hop failed");
+            source.accounts.handle_failed(header.hop.step, error.code() as i32, &error.to_string());
+        }
+        self.send(source, answer, &text);
+        self.text = text;
+    }
+
+    /// Sends on a link, which is dropped when it is broken. A link that has gone meanwhile needs no answer.
+    fn send(&mut self, source: SourceId, header: FrameHeader, body: &[u8]) {
+        let Some(at) = self.sources.iter().position(|candidate| candidate.id == source) else { return };
+        match self.sources[at].link.send(header, &[body]) {
+            Ok(()) => {}
+            // Our own mistake or a result larger than agreed: the peer must not wait for what will not come.
+            Err(error @ (LinkError::NoCredit { .. } | LinkError::BadFrame { .. })) => {
+                self.sources[at].link.close(&error.to_string());
+                self.drop_source(at, &error.to_string());
+            }
+            Err(end) => self.drop_source(at, &end.to_string()),
+        }
+    }
+
+    fn source(&self, id: SourceId) -> Option<&Source> {
+        self.sources.iter().find(|source| source.id == id)
+    }
+}
+
+fn seconds(from_us: u64, to_us: u64) -> f64 {
+    Duration::from_micros(to_us.saturating_sub(from_us)).as_secs_f64()
+}
