@@ -3,8 +3,9 @@
 //! the next, the engine sends `ffn_in` to the FFN role and adds what comes back to the residual.
 //!
 //! In reading order: [`prepare`](AttentionModel::prepare) a stage once, then per layer `gqa` or `mla` over `kv`.
-use afd_common::config::model::{AttentionConfig, ModelConfig};
+use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
+use afd_common::layers::{Router, Selected, Selector};
 use afd_common::weights::{WeightError, Weights};
 use afd_ffi::cpu_rows::{Pairing, rms_norm};
 use tch::{Kind, Tensor};
@@ -82,6 +83,13 @@ struct Layer {
     input_norm: Vec<f32>,
     attention: Block,
     post_norm: Vec<f32>,
+    gate: Option<Gate>,
+}
+
+/// The router of a layer, when it is placed on attention.
+struct Gate {
+    router: Router,
+    selector: Selector,
 }
 
 enum Block {
@@ -197,7 +205,7 @@ impl AttentionModel {
         kv: &mut KvCache,
     ) -> Result<Attended, ModelError> {
         let _no_grad = tch::no_grad_guard();
-        let Layer { input_norm, attention, post_norm } =
+        let Layer { input_norm, attention, post_norm, .. } =
             self.layers.get(layer.0 as usize).ok_or(ModelError::Cache { layer })?;
         let expected = [stage.num_rows() as i64, self.config.hidden_size as i64];
         if residual.size() != expected {
@@ -214,6 +222,46 @@ impl AttentionModel {
         };
         let ffn_in = rms_norm(&residual, post_norm, eps).at(layer, "post_attention_layernorm")?;
         Ok(Attended { residual, ffn_in })
+    }
+
+    /// Takes the routers too: the gate is on attention.
+    ///
+    /// # Errors
+    /// [`ModelError`] names the tensor; a retry does not help.
+    pub fn load_gates(&mut self, weights: &Weights) -> Result<(), ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let architecture = self.config.architecture;
+        for (i, (layer, ffn)) in self.layers.iter_mut().zip(&self.config.layers).enumerate() {
+            if let FfnConfig::Moe(moe) = ffn {
+                layer.gate = Some(Gate {
+                    router: Router::load(weights, architecture, i, moe, self.config.hidden_size)?,
+                    selector: Selector::load(weights, architecture, i, moe)?,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Router logits `[num_rows, num_experts]` f32 of a layer's `ffn_in`; `None` when the layer is dense or the gate is
+    /// on the FFN.
+    ///
+    /// # Errors
+    /// [`ModelError`] when the shape does not fit.
+    pub fn router_logits(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<Option<Tensor>, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let gate = self.layers.get(layer.0 as usize).and_then(|layer| layer.gate.as_ref());
+        gate.map(|gate| gate.router.logits(ffn_in)).transpose().at(layer, "router")
+    }
+
+    /// The experts of each row of a layer's `ffn_in` and their weights; `None` as for
+    /// [`router_logits`](Self::router_logits).
+    ///
+    /// # Errors
+    /// As for [`router_logits`](Self::router_logits).
+    pub fn route(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<Option<Selected>, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        let gate = self.layers.get(layer.0 as usize).and_then(|layer| layer.gate.as_ref());
+        gate.map(|gate| gate.selector.select(&gate.router.logits(ffn_in)?)).transpose().at(layer, "router")
     }
 
     /// Logits `[rows.len(), vocab]` f32 of some rows of the residual stream after the last layer, `[num_rows, hidden]`.
@@ -247,6 +295,7 @@ impl Layer {
                 AttentionConfig::Mla(mla) => Block::Mla(Mla::load(config, mla, weights, &attention)?),
             },
             post_norm: norm("post_attention_layernorm")?,
+            gate: None,
         })
     }
 }

@@ -35,8 +35,8 @@ impl OutProjection {
     }
 }
 
-/// Projections of the same input as one: their `what` (weight or bias), below one another. A copy; the checkpoint's own
-/// pages are not read again after it.
+/// Projections of the same input as one: their `what` (weight or bias), below one another. A copy; the checkpoint's
+/// pages are given back.
 pub(super) fn fused(
     weights: &Weights,
     prefix: &str,
@@ -44,17 +44,20 @@ pub(super) fn fused(
     what: &str,
     columns: Option<usize>,
 ) -> Result<Tensor, WeightError> {
-    let tensors = parts
+    let names: Vec<String> = parts.iter().map(|(name, _)| format!("{prefix}.{name}.{what}")).collect();
+    let tensors = names
         .iter()
-        .map(|(name, rows)| {
+        .zip(parts)
+        .map(|(name, (_, rows))| {
             let shape: Vec<i64> = [Some(*rows), columns].into_iter().flatten().map(|n| n as i64).collect();
-            weights.tensor(&format!("{prefix}.{name}.{what}"), &shape)
+            weights.tensor(name, &shape)
         })
         .collect::<Result<Vec<_>, _>>()?;
-    Tensor::f_cat(&tensors, 0).map_err(|source| {
-        let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
-        WeightError::Torch { name: format!("{prefix}.{}.{what}", names.join("|")), source }
-    })
+    let joined = Tensor::f_cat(&tensors, 0)
+        .map_err(|source| WeightError::Torch { name: names.join(" | "), source })?;
+    drop(tensors);
+    names.iter().for_each(|name| weights.release(name));
+    Ok(joined)
 }
 
 /// A norm's weights as plain numbers, for kernels that take them so.

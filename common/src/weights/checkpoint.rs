@@ -80,6 +80,14 @@ impl Checkpoint {
         Ok(copy)
     }
 
+    /// See [`Weights::release`](super::Weights::release).
+    pub(super) fn release(&self, name: &str) {
+        if let Some(stored) = self.tensors.get(name) {
+            let rows = stored.entry.shape.first().map_or(1, |&rows| rows as usize);
+            stored.file.release(stored.place(&(0..rows)));
+        }
+    }
+
     fn dequantised(
         &self,
         name: &str,

@@ -204,6 +204,14 @@ impl Weights {
         Ok(vec![Tensor::f_cat(&parts, 0).map_err(torch)?])
     }
 
+    /// Gives back the memory of a tensor's pages after the caller copied what it needs of them. Views of it stay legal
+    /// and read the file anew.
+    pub fn release(&self, name: &str) {
+        if let Source::Checkpoint(checkpoint) = &self.source {
+            checkpoint.release(name);
+        }
+    }
+
     /// Whether the checkpoint has such a tensor.
     pub fn contains(&self, name: &str) -> bool {
         match &self.source {

@@ -1,5 +1,7 @@
 //! Hidden states on both sides of every attention / FFN split, given the reference's residual stream.
+use afd_common::config::model::FfnConfig;
 use afd_common::ids::LayerIdx;
+use afd_common::weights::Weights;
 use attention_svc::model::{KvCache, Reach};
 use tch::{Kind, Tensor};
 
@@ -42,6 +44,31 @@ fn every_layer_s_hidden_states_are_the_reference_s() {
             let picked = model.logits(&before, &[rows - 1, 2]).unwrap();
             assert_eq!(picked.size()[0], 2);
             assert!(distance(&picked.get(1), &golden("logits").get(2)) <= 3e-4);
+        }
+    }
+}
+
+#[test]
+fn the_gate_on_attention_routes_as_the_reference_does() {
+    for name in FIXTURES {
+        let (config, mut model) = load(name);
+        let golden = golden(name);
+        let layer = |i: usize| LayerIdx(i as u16);
+        let ffn_in = |i: usize| golden(&format!("layers.{i}.ffn_in"));
+        assert!(model.route(layer(3), &ffn_in(3)).unwrap().is_none(), "{name}: no gate was loaded yet");
+        let weights = Weights::open(&fixtures().join("tiny").join(name), &config, Kind::Float).unwrap();
+        model.load_gates(&weights).unwrap();
+        for (i, ffn) in config.layers.iter().enumerate() {
+            let logits = model.router_logits(layer(i), &ffn_in(i)).unwrap();
+            let routed = model.route(layer(i), &ffn_in(i)).unwrap();
+            if let FfnConfig::Dense(_) = ffn {
+                assert!(logits.is_none() && routed.is_none(), "{name}: layer {i} is dense");
+                continue;
+            }
+            let routed = routed.unwrap();
+            assert!(distance(&logits.unwrap(), &golden(&format!("layers.{i}.router_logits"))) <= TOLERANCE);
+            assert_eq!(routed.ids, golden(&format!("layers.{i}.topk_ids")), "{name}, layer {i}");
+            assert!(distance(&routed.weights, &golden(&format!("layers.{i}.topk_weights"))) <= TOLERANCE);
         }
     }
 }
