@@ -137,13 +137,14 @@ impl RemoteFfn {
                     let (id, now_us) = (edge.id, self.started.elapsed().as_micros() as u64);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
                 }
-                Err(error @ (LinkError::NoCredit { .. } | LinkError::BadFrame { .. })) => {
+                Err(error @ LinkError::BadFrame { .. }) => {
                     return Err(FfnLoss::Rejected {
                         hop: part.key,
                         peer: edge.peer.to_string(),
                         what: error.to_string(),
                     });
                 }
+                // Without credit the rank still owes answers to a step that was given up: a new link is quicker.
                 Err(error) => {
                     let id = edge.id;
                     self.handle_down(id, &error.to_string());
