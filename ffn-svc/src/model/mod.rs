@@ -1,9 +1,37 @@
 //! The FFN half of a decoder: for every layer a dense MLP or a mixture of experts, of which this rank owns one shard.
 //! What [`FfnModel::forward`] returns is this shard's partial sum.
-use afd_common::ids::LayerIdx;
-use tch::Tensor;
+//!
+//! In reading order: [`FfnModel`] → `moe` (route, then experts) → `grouping` (which rows go to which expert) →
+//! `experts`, or `dense`. Nothing here knows hops, links or sessions, and nothing keeps state between calls but the
+//! counts of [`ExpertCounts`].
+use std::sync::Arc;
+
+use afd_common::config::model::{FfnConfig, ModelConfig};
+use afd_common::frame::SideKind;
+use afd_common::identity::GatePlacement;
+use afd_common::ids::{LayerIdx, Shard};
+use afd_common::layers::FfnNames;
+use afd_common::weights::Weights;
+use tch::{Kind, Tensor};
+
+mod counts;
+mod dense;
+mod error;
+mod experts;
+mod grouping;
+mod moe;
+#[cfg(test)]
+mod tests;
+
+pub use counts::ExpertCounts;
+pub use error::FfnModelError;
+
+use dense::GatedMlp;
+use error::At;
+use moe::MixtureOfExperts;
 
 /// Side tensors of a hop, as they came with it.
+#[derive(Debug)]
 pub enum Side {
     /// Nothing: the layer routes by itself, or is dense.
     None,
@@ -20,7 +48,172 @@ pub enum Side {
     InputIds(Tensor),
 }
 
+impl Side {
+    /// Which of them it is.
+    pub fn kind(&self) -> SideKind {
+        match self {
+            Self::None => SideKind::None,
+            Self::RouterLogits(_) => SideKind::RouterLogits,
+            Self::TopK { .. } => SideKind::TopK,
+            Self::InputIds(_) => SideKind::InputIds,
+        }
+    }
+}
+
+/// What one layer takes and owns, for `LayerStageService.Describe` and for checking hops.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerSpec {
+    /// Side tensors that must come with the rows.
+    pub side: SideKind,
+    /// Elements per row of each side tensor; 0 with none.
+    pub side_columns: usize,
+    /// Experts of the whole layer; 0 when it is dense.
+    pub num_experts: usize,
+    /// Experts chosen per row; 0 when it is dense.
+    pub experts_per_token: usize,
+    /// Ids of the experts of this shard.
+    pub local_experts: std::ops::Range<usize>,
+}
+
 /// Weights of one shard of every layer's FFN.
+#[derive(Debug)]
 pub struct FfnModel {
-    _layers: LayerIdx,
+    layers: Vec<Layer>,
+    specs: Vec<LayerSpec>,
+    hidden_size: usize,
+    kind: Kind,
+    out_kind: Kind,
+    shard: Shard,
+    counts: Arc<ExpertCounts>,
+}
+
+#[derive(Debug)]
+enum Layer {
+    Dense(GatedMlp),
+    Moe(MixtureOfExperts),
+}
+
+impl FfnModel {
+    /// Takes this shard's part of every layer from the checkpoint: a slice of the intermediate dimension of dense MLPs
+    /// and shared experts, whole routed experts, and the routers if they are placed here. Reads nothing else.
+    ///
+    /// # Errors
+    /// [`FfnModelError::Weights`] names the tensor; a retry does not help.
+    pub fn load(
+        config: &ModelConfig,
+        weights: &Weights,
+        shard: Shard,
+        gate: GatePlacement,
+    ) -> Result<Self, FfnModelError> {
+        let hidden = config.hidden_size;
+        let mut layers = Vec::with_capacity(config.layers.len());
+        let mut specs = Vec::with_capacity(config.layers.len());
+        for (index, ffn) in config.layers.iter().enumerate() {
+            let names = FfnNames::new(config.architecture, index);
+            let (layer, spec) = match ffn {
+                FfnConfig::Dense(dense) => {
+                    let mlp = GatedMlp::load(
+                        weights,
+                        &names.dense(),
+                        hidden,
+                        dense.intermediate_size,
+                        shard,
+                        dense.bias,
+                    )?;
+                    (Layer::Dense(mlp), LayerSpec::dense())
+                }
+                FfnConfig::Moe(moe) => {
+                    let layer = MixtureOfExperts::load(config, weights, index, moe, shard, gate)?;
+                    let spec = layer.spec();
+                    (Layer::Moe(layer), spec)
+                }
+            };
+            layers.push(layer);
+            specs.push(spec);
+        }
+        let kind = weights.kind();
+        let counts = Arc::new(ExpertCounts::new(&specs));
+        let out_kind = if shard.count() > 1 { Kind::Float } else { kind };
+        Ok(Self { layers, specs, hidden_size: hidden, kind, out_kind, shard, counts })
+    }
+
+    /// One layer's FFN on `hidden`, `[rows, hidden]` in the compute dtype: this shard's partial sum, `[rows, hidden]` of
+    /// [`out_kind`](Self::out_kind). Zero rows are legal.
+    ///
+    /// # Errors
+    /// [`FfnModelError`] says what is wrong with these rows or their side tensors; the model stays usable.
+    pub fn forward(&self, layer: LayerIdx, hidden: &Tensor, side: &Side) -> Result<Tensor, FfnModelError> {
+        let count = self.layers.len();
+        let Some(ffn) = self.layers.get(usize::from(layer.0)) else {
+            return Err(FfnModelError::UnknownLayer { layer, count });
+        };
+        self.check_rows(layer, hidden)?;
+        if hidden.size()[0] == 0 {
+            let shape = [0, self.hidden_size as i64];
+            return Tensor::f_zeros(shape, (self.out_kind, hidden.device())).at(layer, "no rows");
+        }
+        let sum = match ffn {
+            Layer::Dense(_) if side.kind() != SideKind::None => {
+                return Err(FfnModelError::Side { layer, expected: "none".into(), found: side.kind() });
+            }
+            Layer::Dense(mlp) => mlp.forward(hidden).at(layer, "dense")?,
+            Layer::Moe(moe) => moe.forward(layer, hidden, side, &self.counts)?,
+        };
+        if sum.kind() == self.out_kind {
+            Ok(sum)
+        } else {
+            sum.f_to_kind(self.out_kind).at(layer, "output dtype")
+        }
+    }
+
+    fn check_rows(&self, layer: LayerIdx, hidden: &Tensor) -> Result<(), FfnModelError> {
+        let (size, kind) = (hidden.size(), hidden.kind());
+        if size.len() == 2 && size[1] == self.hidden_size as i64 && kind == self.kind {
+            return Ok(());
+        }
+        let expected = format!("[rows, {}] {:?}", self.hidden_size, self.kind);
+        Err(FfnModelError::Rows { layer, expected, found: format!("{size:?} {kind:?}") })
+    }
+
+    /// One entry per layer.
+    pub fn specs(&self) -> &[LayerSpec] {
+        &self.specs
+    }
+
+    /// Width of a row.
+    pub fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    /// Element type of the rows that come in: the compute dtype.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Element type of the rows that go out: f32 partial sums with more than one shard, else the compute dtype.
+    pub fn out_kind(&self) -> Kind {
+        self.out_kind
+    }
+
+    /// Which part of every layer this is.
+    pub fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// How many rows each expert of this shard was given so far. Shared: metrics read it while the engine computes.
+    pub fn expert_counts(&self) -> Arc<ExpertCounts> {
+        Arc::clone(&self.counts)
+    }
+}
+
+impl LayerSpec {
+    fn dense() -> Self {
+        Self {
+            side: SideKind::None,
+            side_columns: 0,
+            num_experts: 0,
+            experts_per_token: 0,
+            local_experts: 0..0,
+        }
+    }
 }

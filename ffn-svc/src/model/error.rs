@@ -1,0 +1,86 @@
+//! Why the FFN of a layer cannot be loaded or computed.
+use afd_common::frame::SideKind;
+use afd_common::ids::LayerIdx;
+use afd_common::weights::WeightError;
+use tch::TchError;
+
+/// Why the FFN of a layer cannot be loaded or computed. A retry of the same call does not help.
+#[derive(Debug, thiserror::Error)]
+pub enum FfnModelError {
+    /// A weight is missing or wrong; the message names the tensor.
+    #[error(transparent)]
+    Weights(#[from] WeightError),
+    /// The model has no such layer.
+    #[error("{layer} of {count} layers")]
+    UnknownLayer {
+        /// As asked for.
+        layer: LayerIdx,
+        /// How many there are.
+        count: usize,
+    },
+    /// The rows have another shape or element type.
+    #[error("{layer}: rows are {found}, expected {expected}")]
+    Rows {
+        /// Which layer.
+        layer: LayerIdx,
+        /// Shape and dtype.
+        expected: String,
+        /// Shape and dtype.
+        found: String,
+    },
+    /// The layer needs other side tensors.
+    #[error("{layer}: side tensors are {found:?}, expected {expected}")]
+    Side {
+        /// Which layer.
+        layer: LayerIdx,
+        /// What the layer takes.
+        expected: String,
+        /// What came.
+        found: SideKind,
+    },
+    /// A side tensor has another shape or element type.
+    #[error("{layer}: `{name}` is {found}, expected {expected}")]
+    SideShape {
+        /// Which layer.
+        layer: LayerIdx,
+        /// The tensor's name.
+        name: &'static str,
+        /// Shape and dtype.
+        expected: String,
+        /// Shape and dtype.
+        found: String,
+    },
+    /// A row was routed to an expert that does not exist.
+    #[error("{layer}: row {row} is routed to expert {expert} of {num_experts}")]
+    UnknownExpert {
+        /// Which layer.
+        layer: LayerIdx,
+        /// Index of the row.
+        row: usize,
+        /// As sent.
+        expert: i64,
+        /// How many there are.
+        num_experts: usize,
+    },
+    /// libtorch refused.
+    #[error("{layer}: {operation}: {source}")]
+    Torch {
+        /// Which layer.
+        layer: LayerIdx,
+        /// What was computed.
+        operation: &'static str,
+        /// libtorch's words.
+        source: TchError,
+    },
+}
+
+/// Says where an operation failed.
+pub(super) trait At<T> {
+    fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, FfnModelError>;
+}
+
+impl<T> At<T> for Result<T, TchError> {
+    fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, FfnModelError> {
+        self.map_err(|source| FfnModelError::Torch { layer, operation, source })
+    }
+}
