@@ -37,7 +37,7 @@ pub trait AttentionPort: Send {
     fn attend(
         &mut self,
         layer: LayerIdx,
-        x: &Tensor,
+        x: Tensor,
         stage: &Self::Prepared,
     ) -> Result<Attended, AttentionError>;
 

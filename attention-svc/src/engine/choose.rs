@@ -112,13 +112,16 @@ fn use_row(
 ) -> Result<Option<u32>, SampleError> {
     if let Purpose::Prompt(position) = *purpose {
         let num_top = active.request.prompt_logprobs.map_or(0, usize::from);
-        let told = logprobs(row, active.request.prompt[position], num_top)?;
+        let told = logprobs(row, active.request.prompt[position], num_top, scratch)?;
         active.set_prompt_logprobs(position, told);
         return Ok(None);
     }
     let Sampled { token, draw } = active.sampler.sample(row, scratch)?;
-    let told =
-        active.request.logprobs.map(|num_top| logprobs(row, token, usize::from(num_top))).transpose()?;
+    let told = active
+        .request
+        .logprobs
+        .map(|num_top| logprobs(row, token, usize::from(num_top), scratch))
+        .transpose()?;
     if let Some(draw) = draw {
         // What makes a random choice checkable from outside.
         tracing::debug!(

@@ -98,7 +98,7 @@ impl<A: AttentionPort> Pass<'_, A> {
             LayerIdx(layer) => self.land(HopKey { layer: LayerIdx(layer - 1), ..hop }, flight)?,
         };
         let start = Instant::now();
-        let attended = self.attention.attend(hop.layer, &x, &flight.prepared).map_err(at_fault)?;
+        let attended = self.attention.attend(hop.layer, x, &flight.prepared).map_err(at_fault)?;
         let attended_at = Instant::now();
         self.ffn.dispatch(hop, &attended.ffn_in, &SideTensors::None).map_err(lost)?;
         self.times.attention += attended_at - start;

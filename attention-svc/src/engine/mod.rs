@@ -5,6 +5,7 @@
 //! layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens to events).
 mod active;
 mod attention_port;
+mod cached_attention;
 mod choose;
 mod config;
 mod ffn_port;
@@ -17,6 +18,7 @@ mod tests;
 mod thread;
 
 pub use attention_port::{AttentionError, AttentionPort};
+pub use cached_attention::CachedAttention;
 pub use config::{EngineConfig, EngineConfigError};
 pub use ffn_port::{FfnLoss, FfnPort, SideTensors, StepOutline};
 pub use handle::{EngineHandle, EngineState};

@@ -26,17 +26,15 @@ pub(super) fn uniform(seed: u64, index: u32) -> f64 {
     (random.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
 }
 
-/// Draws from candidates, at least one, all of positive weight.
-pub(super) fn draw(candidates: &mut [Candidate], uniform: f64) -> (u32, Draw) {
-    candidates.sort_unstable_by_key(|candidate| candidate.token);
-    let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
-    let mut upto = 0.0;
+/// Draws from weighted tokens in order of token id, at least one of positive weight; `total` is the sum of the weights.
+pub(super) fn draw(tokens: impl Iterator<Item = Candidate>, total: f64, uniform: f64) -> (u32, Draw) {
+    let mut sum = 0.0;
     let mut chosen = (0, Draw { uniform, below: 0.0, upto: 0.0 });
-    for candidate in candidates {
-        let below = upto;
-        upto += f64::from(candidate.weight) / total;
-        chosen = (candidate.token, Draw { uniform, below, upto });
-        if uniform < upto {
+    for Candidate { token, weight } in tokens.filter(|candidate| candidate.weight > 0.0) {
+        let below = sum / total;
+        sum += f64::from(weight);
+        chosen = (token, Draw { uniform, below, upto: sum / total });
+        if sum > uniform * total {
             break;
         }
     }

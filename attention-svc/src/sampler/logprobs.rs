@@ -1,15 +1,19 @@
 //! Log probabilities of a row of logits.
-use super::{SampleError, row};
+use super::{SampleError, Scratch, exp, row};
 use crate::request::TokenLogprobs;
 
 /// The chosen token's log probability and rank, and the `num_top` best ones.
 ///
 /// # Errors
 /// [`SampleError`] when the row has none, or no token `chosen`.
-pub fn logprobs(row: &[f32], chosen: u32, num_top: usize) -> Result<TokenLogprobs, SampleError> {
+pub fn logprobs(
+    row: &[f32],
+    chosen: u32,
+    num_top: usize,
+    scratch: &mut Scratch,
+) -> Result<TokenLogprobs, SampleError> {
     let max = row::max(row)?;
-    let sum: f64 = row.iter().map(|logit| f64::from((logit - max).exp())).sum();
-    let log_sum = sum.ln() as f32 + max;
+    let log_sum = exp::weights(row, max, 1.0, &mut scratch.weights).ln() as f32 + max;
     let logit = *row.get(chosen as usize).ok_or(SampleError::NoCandidate)?;
     let rank = 1 + row.iter().filter(|other| **other > logit).count() as u32;
     let top = best(row, num_top).into_iter().map(|(token, logit)| (token, logit - log_sum)).collect();

@@ -13,6 +13,7 @@
 //! Log probabilities are those of the row as it came, before any of this.
 mod adjust;
 mod draw;
+mod exp;
 mod logprobs;
 mod row;
 mod truncate;
@@ -21,6 +22,7 @@ use std::collections::{HashMap, HashSet};
 
 pub use self::draw::Draw;
 pub use self::logprobs::logprobs;
+use self::truncate::Candidate;
 use crate::request::{SamplingParams, StopRules};
 
 /// What one sequence's choices depend on, besides the logits. Survives preemption: nothing in it is recomputed.
@@ -95,8 +97,16 @@ impl SequenceSampler {
         if self.params.temperature == 0.0 {
             return Ok(Sampled { token: row::best(row)?, draw: None });
         }
-        truncate::truncate(&self.params, row, &mut scratch.candidates)?;
-        let (token, draw) = draw::draw(&mut scratch.candidates, draw::uniform(self.seed, self.num_output));
+        let Scratch { weights, candidates, .. } = scratch;
+        let total = exp::weights(row, row::max(row)?, 1.0 / self.params.temperature, weights);
+        let uniform = draw::uniform(self.seed, self.num_output);
+        let (token, draw) = if truncate::truncates(&self.params) {
+            truncate::truncate(&self.params, weights, total, candidates);
+            draw::draw(candidates.iter().copied(), truncate::weight(candidates), uniform)
+        } else {
+            let all = weights.iter().zip(0..).map(|(weight, token)| Candidate { token, weight: *weight });
+            draw::draw(all, total, uniform)
+        };
         Ok(Sampled { token, draw: Some(draw) })
     }
 }
@@ -105,7 +115,8 @@ impl SequenceSampler {
 #[derive(Debug, Default)]
 pub struct Scratch {
     row: Vec<f32>,
-    candidates: Vec<truncate::Candidate>,
+    weights: Vec<f32>,
+    candidates: Vec<Candidate>,
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ pub(super) fn max(row: &[f32]) -> Result<f32, SampleError> {
     rest.iter().enumerate().for_each(|(lane, logit)| see(lane, *logit));
 
     if sound.contains(&false) {
-        let token = row.iter().position(|logit| !(*logit < f32::INFINITY)).unwrap_or(0);
+        let token = row.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY).unwrap_or(0);
         return Err(SampleError::NotFinite { token: token as u32, infinite: !row[token].is_nan() });
     }
     let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);

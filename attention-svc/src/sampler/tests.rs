@@ -155,7 +155,10 @@ proptest! {
         let row: Vec<f32> = order[..len].iter().map(|rank| *rank as f32 * spread).collect();
         let params = SamplingParams { temperature, top_k, top_p, min_p, ..SamplingParams::default() };
         let mut candidates: Vec<Candidate> = Vec::new();
-        truncate(&params, &row, &mut candidates).unwrap();
+        let mut weights = Vec::new();
+        let total = exp::weights(&row, row::max(&row).unwrap(), 1.0 / temperature, &mut weights);
+        truncate(&params, &weights, total, &mut candidates);
+        prop_assert!(candidates.is_sorted_by_key(|candidate| candidate.token) && !candidates.is_empty());
         let mut found: Vec<u32> = candidates.iter().map(|candidate| candidate.token).collect();
         found.sort_unstable();
         let expected = reference(&params, &row);
@@ -191,7 +194,7 @@ proptest! {
         num_top in 0usize..22,
     ) {
         let chosen = chosen % row.len();
-        let found = logprobs(&row, chosen as u32, num_top).unwrap();
+        let found = logprobs(&row, chosen as u32, num_top, &mut Scratch::default()).unwrap();
         let log_sum = row.iter().map(|logit| f64::from(*logit).exp()).sum::<f64>().ln();
         let logprob = |id: u32| f64::from(row[id as usize]) - log_sum;
         let mut ids: Vec<u32> = (0..row.len() as u32).collect();
@@ -208,5 +211,5 @@ proptest! {
 
 #[test]
 fn logprobs_of_a_token_that_does_not_exist_are_an_error() {
-    assert_eq!(logprobs(&[0.0, 1.0], 2, 1), Err(SampleError::NoCandidate));
+    assert_eq!(logprobs(&[0.0, 1.0], 2, 1, &mut Scratch::default()), Err(SampleError::NoCandidate));
 }

@@ -1,8 +1,6 @@
-//! Temperature, top-k, top-p and min-p: which tokens may be drawn, and their relative weights. Nothing here sorts the
-//! whole vocabulary.
+//! Top-k, top-p and min-p: which tokens may be drawn. Nothing here sorts the vocabulary.
 use std::cmp::Ordering;
 
-use super::{SampleError, row};
 use crate::request::SamplingParams;
 
 /// A token that may be drawn.
@@ -18,62 +16,66 @@ fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }
 
-/// Leaves the tokens that may be drawn in `candidates`, in any order, at least one.
-pub(super) fn truncate(
-    params: &SamplingParams,
-    row: &[f32],
-    candidates: &mut Vec<Candidate>,
-) -> Result<(), SampleError> {
-    let max = row::max(row)?;
-    // The difference first: it is at most 0, so no temperature can make it overflow.
-    let scale = 1.0 / f64::from(params.temperature);
-    let weight = |logit: f32| (f64::from(logit - max) * scale).max(-1e9) as f32;
-    candidates.clear();
-    let candidate =
-        |(token, logit): (usize, &f32)| Candidate { token: token as u32, weight: weight(*logit).exp() };
-    candidates.extend(row.iter().enumerate().map(candidate));
-
-    if let Some(k) = params.top_k.map(|k| k as usize).filter(|k| *k > 0) {
-        keep_best(candidates, k);
-    }
-    if params.top_p < 1.0 {
-        keep_nucleus(candidates, f64::from(params.top_p));
-    }
-    // The most probable token weighs 1 and is never cut off.
-    candidates.retain(|candidate| candidate.weight > 0.0 && candidate.weight >= params.min_p);
-    Ok(())
+/// Whether anything is cut off at all.
+pub(super) fn truncates(params: &SamplingParams) -> bool {
+    params.top_k.is_some() || params.top_p < 1.0 || params.min_p > 0.0
 }
 
-fn keep_best(candidates: &mut Vec<Candidate>, k: usize) {
-    if k < candidates.len() {
+/// The tokens that may be drawn, out of the weights of all and their sum: at least one, in order of token id.
+pub(super) fn truncate(
+    params: &SamplingParams,
+    weights: &[f32],
+    total: f64,
+    candidates: &mut Vec<Candidate>,
+) {
+    let top_k = params.top_k.map(|k| k as usize).filter(|k| (1..weights.len()).contains(k));
+    let top_p = Some(f64::from(params.top_p)).filter(|p| *p < 1.0);
+
+    // What min-p cuts off never comes back, but it must not change what top-k and top-p see: it may go at once only when
+    // they are not asked. All tokens below an equal share of 1 - p together weigh less than 1 - p, so the nucleus is in
+    // the rest.
+    let floor = match (top_k, top_p) {
+        (None, None) => params.min_p,
+        (None, Some(p)) => ((1.0 - p) * total / weights.len() as f64) as f32,
+        (Some(_), _) => 0.0,
+    };
+    candidates.clear();
+    let candidate = |(token, weight): (usize, &f32)| Candidate { token: token as u32, weight: *weight };
+    let heavy = |candidate: &Candidate| candidate.weight >= floor;
+    candidates.extend(weights.iter().enumerate().map(candidate).filter(heavy));
+
+    if let Some(k) = top_k {
         candidates.select_nth_unstable_by(k - 1, by_weight);
         candidates.truncate(k);
     }
+    if let Some(p) = top_p {
+        let total = if top_k.is_some() { weight(candidates) } else { total };
+        keep_nucleus(candidates, p * total);
+    }
+    // The most probable token weighs 1 and is never cut off.
+    candidates.retain(|candidate| candidate.weight >= params.min_p);
+    candidates.sort_unstable_by_key(|candidate| candidate.token);
 }
 
-/// The fewest most probable tokens that together reach `p` of the weight.
-fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
-    let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
-    // All tokens below an equal share of 1 - p together weigh less than 1 - p: what is left contains the nucleus.
-    let floor = (1.0 - p) * total / candidates.len() as f64;
-    candidates.retain(|candidate| f64::from(candidate.weight) >= floor);
+/// Sum of the weights.
+pub(super) fn weight(candidates: &[Candidate]) -> f64 {
+    candidates.iter().map(|candidate| f64::from(candidate.weight)).sum()
+}
 
-    let (mut sorted, mut step, mut sum) = (0, 64, 0.0);
-    while sorted < candidates.len() {
-        let rest = &mut candidates[sorted..];
-        let step_len = step.min(rest.len());
-        if step_len < rest.len() {
-            rest.select_nth_unstable_by(step_len, by_weight);
+/// The fewest most probable tokens that together weigh at least `target`; all, if they do not. Linear on average: the
+/// border is found by halving, and only the half that holds it is looked at again.
+fn keep_nucleus(candidates: &mut Vec<Candidate>, target: f64) {
+    // The heaviest `low` are in front and weigh `sum`, too little; the heaviest `high` weigh enough.
+    let (mut low, mut high, mut sum) = (0, candidates.len(), 0.0);
+    while high - low > 1 {
+        let middle = (low + high) / 2;
+        candidates[low..high].select_nth_unstable_by(middle - low, by_weight);
+        let more = weight(&candidates[low..middle]);
+        if sum + more >= target {
+            high = middle;
+        } else {
+            (low, sum) = (middle, sum + more);
         }
-        rest[..step_len].sort_unstable_by(by_weight);
-        for (index, candidate) in rest[..step_len].iter().enumerate() {
-            sum += f64::from(candidate.weight);
-            if sum >= p * total {
-                candidates.truncate(sorted + index + 1);
-                return;
-            }
-        }
-        sorted += step_len;
-        step *= 4;
     }
+    candidates.truncate(high);
 }

@@ -192,14 +192,9 @@ impl CacheModel {
         let sequence = &scheduler.running[&item.sequence];
         let slot = |position| sequence.table.slot(position, scheduler.pool.block_size());
         let hashes = prefix_hashes(&sequence.tokens);
-        for position in 0..item.tokens.start {
+        for (position, hash) in hashes.iter().enumerate().take(item.tokens.start) {
             let found = self.0.get(&slot(position));
-            assert_eq!(
-                found,
-                Some(&hashes[position]),
-                "{:?} reads foreign position {position}",
-                item.sequence
-            );
+            assert_eq!(found, Some(hash), "{:?} reads foreign position {position}", item.sequence);
         }
         for position in item.tokens.clone() {
             self.0.insert(slot(position), hashes[position]);

@@ -86,14 +86,9 @@ impl AttentionPort for ArithmeticAttention {
         Ok(rows(&input_ids.iter().map(|id| f64::from(*id)).collect::<Vec<_>>()))
     }
 
-    fn attend(
-        &mut self,
-        layer: LayerIdx,
-        x: &Tensor,
-        stage: &StageBatch,
-    ) -> Result<Attended, AttentionError> {
+    fn attend(&mut self, layer: LayerIdx, x: Tensor, stage: &StageBatch) -> Result<Attended, AttentionError> {
         let slots = &mut self.slots[usize::from(layer.0)];
-        let x_values = values(x);
+        let x_values = values(&x);
         for (slot, value) in stage.slot_mapping.iter().zip(&x_values) {
             slots[*slot as usize] = *value;
         }
@@ -109,7 +104,7 @@ impl AttentionPort for ArithmeticAttention {
                 sums.push(sum % MODULUS);
             }
         }
-        Ok(Attended { residual: x.copy(), ffn_in: rows(&sums) })
+        Ok(Attended { residual: x, ffn_in: rows(&sums) })
     }
 
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError> {
