@@ -3,6 +3,7 @@
 use afd_common::ids::LayerIdx;
 use tch::Tensor;
 
+use super::SideTensors;
 use crate::model::{Attended, StageBatch};
 
 /// Attention of every layer together with the KV cache's tensors.
@@ -40,6 +41,12 @@ pub trait AttentionPort: Send {
         x: Tensor,
         stage: &Self::Prepared,
     ) -> Result<Attended, AttentionError>;
+
+    /// What the layer's FFN needs besides the rows `ffn_in`: nothing unless the gate is on attention.
+    ///
+    /// # Errors
+    /// [`AttentionError`]; the stage cannot go on.
+    fn side_tensors(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<SideTensors, AttentionError>;
 
     /// Logits of some rows of the residual stream after the last layer, `[rows.len(), vocab_size]` f32, contiguous, on
     /// the CPU.

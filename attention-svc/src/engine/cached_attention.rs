@@ -1,8 +1,9 @@
 //! The model behind the engine's seam: attention's weights and the KV cache's tensors, together.
 use afd_common::ids::LayerIdx;
+use afd_common::layers::Selected;
 use tch::Tensor;
 
-use super::{AttentionError, AttentionPort};
+use super::{AttentionError, AttentionPort, SideTensors};
 use crate::model::{Attended, AttentionModel, KvCache, ModelError, PreparedStage, StageBatch};
 
 /// A model with the cache it writes to.
@@ -49,6 +50,11 @@ impl AttentionPort for CachedAttention {
         stage: &PreparedStage,
     ) -> Result<Attended, AttentionError> {
         Ok(self.model.attend(layer, x, stage, &mut self.cache)?)
+    }
+
+    fn side_tensors(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<SideTensors, AttentionError> {
+        let routed = self.model.route(layer, ffn_in)?;
+        Ok(routed.map_or(SideTensors::None, |Selected { ids, weights }| SideTensors::TopK { ids, weights }))
     }
 
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError> {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use afd_common::ids::{HopKey, LayerIdx, StageIdx, StepId};
 use tch::Tensor;
 
-use super::{AttentionError, AttentionPort, FfnLoss, FfnPort, SideTensors};
+use super::{AttentionError, AttentionPort, FfnLoss, FfnPort};
 use crate::request::SequenceError;
 use crate::scheduler::Stage;
 
@@ -99,8 +99,9 @@ impl<A: AttentionPort> Pass<'_, A> {
         };
         let start = Instant::now();
         let attended = self.attention.attend(hop.layer, x, &flight.prepared).map_err(at_fault)?;
+        let side = self.attention.side_tensors(hop.layer, &attended.ffn_in).map_err(at_fault)?;
         let attended_at = Instant::now();
-        self.ffn.dispatch(hop, &attended.ffn_in, &SideTensors::None).map_err(lost)?;
+        self.ffn.dispatch(hop, &attended.ffn_in, &side).map_err(lost)?;
         self.times.attention += attended_at - start;
         self.times.dispatch += attended_at.elapsed();
         flight.residual = Some(attended.residual);

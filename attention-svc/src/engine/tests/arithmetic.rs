@@ -107,6 +107,10 @@ impl AttentionPort for ArithmeticAttention {
         Ok(Attended { residual: x, ffn_in: rows(&sums) })
     }
 
+    fn side_tensors(&self, _: LayerIdx, _: &Tensor) -> Result<SideTensors, AttentionError> {
+        Ok(SideTensors::None)
+    }
+
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError> {
         let x = values(x);
         let mut logits = Vec::new();
