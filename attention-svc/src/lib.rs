@@ -3,6 +3,7 @@
 //! `api` (HTTP and gRPC, one port) → `text` (tokenizer, chat template) → [`request`] → `scheduler` → `kv_cache` →
 //! `engine` (one OS thread, owns the device) → [`model`] (attention of every layer) → `remote_ffn` ⇢ the FFN role ⇢
 //! `sampler` → `text` (detokenizer) → `api`.
+pub mod api;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;

@@ -100,7 +100,7 @@ fn pieces(tokenizer: &Arc<Tokenizer>, tokens: &[u32], skip_special: bool) -> Vec
 #[test]
 fn generated_texts_come_out_piece_by_piece() {
     for name in names() {
-        let tokenizer = Arc::new(load(&name).tokenizer);
+        let tokenizer = load(&name).tokenizer;
         for prompt in expected(&name)["prompts"].as_array().unwrap() {
             let pieces = pieces(&tokenizer, &ids(&prompt["generated_ids"]), true);
             assert_eq!(pieces.concat(), str_of(prompt, "generated_text"), "{name}");
@@ -111,7 +111,7 @@ fn generated_texts_come_out_piece_by_piece() {
 #[test]
 fn no_piece_shows_half_a_character() {
     for name in names() {
-        let tokenizer = Arc::new(load(&name).tokenizer);
+        let tokenizer = load(&name).tokenizer;
         for text in ["👩‍👩‍👧‍👦 naïve 你好，世界 🙂🙂 한국어", "a🙂", "  leading", "ქართული\n\n\tx"]
         {
             let tokens = tokenizer.encode(text, SpecialTokens::AsWritten).unwrap();
@@ -173,7 +173,7 @@ fn output(
 #[test]
 fn stop_texts_may_span_tokens_and_end_before_half_a_character() {
     for name in names() {
-        let tokenizer = Arc::new(load(&name).tokenizer);
+        let tokenizer = load(&name).tokenizer;
         let tokens =
             tokenizer.encode("one STOPPING🙂 more words come after", SpecialTokens::AsWritten).unwrap();
         for stop in ["STOPPING", "PING🙂", "🙂", "G🙂 m"] {
@@ -195,7 +195,7 @@ proptest! {
         skip in any::<bool>(),
     ) {
         let name = &names()[model];
-        let tokenizer = Arc::new(load(name).tokenizer);
+        let tokenizer = load(name).tokenizer;
         let whole = tokenizer.decode(&tokens, skip).unwrap();
         prop_assert_eq!(pieces(&tokenizer, &tokens, skip).concat(), whole, "{}", name);
     }

@@ -5,6 +5,7 @@
 //! out: [`detokenizer`] (ids become text, piece by piece), [`stop_texts`] (where the text must end), both joined for
 //! one sequence in [`output`].
 use std::path::Path;
+use std::sync::Arc;
 
 pub mod chat_template;
 pub mod detokenizer;
@@ -55,7 +56,7 @@ pub enum TextError {
 #[derive(Debug)]
 pub struct Text {
     /// Text to ids and back.
-    pub tokenizer: Tokenizer,
+    pub tokenizer: Arc<Tokenizer>,
     /// How a conversation is written; when there is none, why.
     pub chat: Result<ChatTemplate, String>,
 }
@@ -80,7 +81,7 @@ impl Text {
             (false, TokenizerFile::Optional) => Tokenizer::none(),
             _ => Tokenizer::load(folder, &settings)?,
         };
-        Ok(Self { tokenizer, chat: ChatTemplate::new(&settings) })
+        Ok(Self { tokenizer: Arc::new(tokenizer), chat: ChatTemplate::new(&settings) })
     }
 
     /// Writes a conversation as the model was trained to read it.

@@ -1,0 +1,269 @@
+//! One request while it runs: its sequences in the engine, and their events as text. Both the streaming and the unary
+//! answers of both faces are made of the [`Update`]s of this one type.
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures::StreamExt;
+use futures::stream::SelectAll;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+
+use super::Api;
+use super::error::ApiError;
+use super::prompt::PromptSource;
+use super::running::Registered;
+use super::validate::Checked;
+use crate::request::{
+    ChosenToken, FinishReason, SequenceError, SequenceEvent, SequenceId, SequenceRequest, TokenLogprobs,
+    Usage,
+};
+use crate::text::OutputText;
+
+/// A request that was read and checked.
+#[derive(Debug)]
+pub struct Plan {
+    /// Its name in answers, logs and `Abort`.
+    pub request_id: String,
+    /// At least one.
+    pub prompts: Vec<PromptSource>,
+    /// Field that prompts came in.
+    pub prompt_param: &'static str,
+    /// The rest.
+    pub checked: Checked,
+    /// When the caller stops waiting.
+    pub deadline: Option<Instant>,
+    /// W3C trace context.
+    pub traceparent: Option<String>,
+}
+
+/// What one event of one sequence adds to the answer.
+#[derive(Clone, Debug)]
+pub struct Update {
+    /// Which sequence: prompt index × n + continuation.
+    pub index: usize,
+    /// Text that became final.
+    pub text: String,
+    /// The token behind it, if any.
+    pub token: Option<ChosenToken>,
+    /// Of the prompt; at most once, before the first token.
+    pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    /// Set in the last update of a sequence.
+    pub finished: Option<(FinishReason, Usage)>,
+}
+
+/// A request that runs. Dropping it aborts what is left of it.
+pub struct Generation {
+    api: Arc<Api>,
+    name: Arc<str>,
+    /// Token ids of every prompt.
+    prompts: Vec<Arc<[u32]>>,
+    sequences: Vec<Sequence>,
+    events: SelectAll<futures::stream::BoxStream<'static, (usize, Option<SequenceEvent>)>>,
+    deadline: Option<Instant>,
+    started: Instant,
+    registered: Registered,
+}
+
+struct Sequence {
+    id: SequenceId,
+    output: OutputText,
+    prompt_tokens: u32,
+    last_token: Option<Instant>,
+    done: bool,
+}
+
+impl Generation {
+    /// Tokenizes the prompts, checks what could not be checked before and submits every sequence.
+    ///
+    /// # Errors
+    /// [`ApiError`]; nothing runs then.
+    pub async fn start(api: Arc<Api>, plan: Plan) -> Result<Self, ApiError> {
+        let started = Instant::now();
+        let name: Arc<str> = plan.request_id.into();
+        if let super::Readiness::Draining | super::Readiness::Dead(_) = *api.readiness.borrow() {
+            return Err(SequenceError::ShuttingDown.into());
+        }
+        let registered =
+            api.running.register(Arc::clone(&name)).ok_or_else(|| ApiError::Duplicate(name.to_string()))?;
+        let mut prompts = Vec::with_capacity(plan.prompts.len());
+        for prompt in plan.prompts {
+            prompts.push(api.prompt_ids(prompt, plan.prompt_param).await?);
+        }
+        let stops: Vec<_> = prompts
+            .iter()
+            .map(|prompt| plan.checked.stop_rules(prompt.len(), &api.model.limits))
+            .collect::<Result<_, _>>()?;
+
+        let mut generation = Self {
+            prompts,
+            sequences: Vec::new(),
+            events: SelectAll::new(),
+            deadline: plan.deadline,
+            started,
+            registered,
+            name,
+            api,
+        };
+        for (prompt, stop) in stops.into_iter().enumerate() {
+            for continuation in 0..plan.checked.n {
+                let (events, receiver) = mpsc::unbounded_channel();
+                let request = SequenceRequest {
+                    request_id: Arc::clone(&generation.name),
+                    prompt: Arc::clone(&generation.prompts[prompt]),
+                    sampling: plan.checked.sampling_of(continuation),
+                    stop: stop.clone(),
+                    logprobs: plan.checked.logprobs,
+                    prompt_logprobs: plan.checked.prompt_logprobs,
+                    deadline: plan.deadline,
+                    traceparent: plan.traceparent.clone(),
+                    events,
+                };
+                // On an error, dropping what was submitted before aborts it.
+                let output =
+                    OutputText::new(Arc::clone(&generation.api.text.tokenizer), plan.checked.output.clone());
+                generation.submit(request, output, receiver)?;
+            }
+        }
+        Ok(generation)
+    }
+
+    fn submit(
+        &mut self,
+        request: SequenceRequest,
+        output: OutputText,
+        receiver: mpsc::UnboundedReceiver<SequenceEvent>,
+    ) -> Result<(), ApiError> {
+        let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+        let id = self.api.engine.submit(request).inspect_err(|_| self.api.counts.rejected.inc())?;
+        self.registered.add(id);
+        let index = self.sequences.len();
+        // The end of a channel is an event too: an engine that is gone must not look like silence.
+        let ended = futures::stream::once(async { None });
+        let events =
+            UnboundedReceiverStream::new(receiver).map(Some).chain(ended).map(move |event| (index, event));
+        self.events.push(events.boxed());
+        self.sequences.push(Sequence { id, output, prompt_tokens, last_token: None, done: false });
+        Ok(())
+    }
+
+    /// Token ids of each prompt.
+    pub fn prompts(&self) -> &[Arc<[u32]>] {
+        &self.prompts
+    }
+
+    /// Name of the request.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// The next update; `None` once every sequence has finished.
+    ///
+    /// # Errors
+    /// The first sequence that fails ends the request.
+    pub async fn next(&mut self) -> Option<Result<Update, ApiError>> {
+        loop {
+            if self.sequences.iter().all(|s| s.done) {
+                return None;
+            }
+            let next = self.events.next();
+            let event = match self.deadline {
+                None => next.await,
+                // The engine watches the deadline too; this is for when it is waiting itself.
+                Some(deadline) => match tokio::time::timeout_at(deadline.into(), next).await {
+                    Ok(event) => event,
+                    Err(_) => return Some(Err(self.late())),
+                },
+            };
+            let (index, event) = event?;
+            if self.sequences[index].done {
+                continue;
+            }
+            let update = match event {
+                Some(event) => self.update(index, event),
+                None => Err(ApiError::internal("the engine dropped the sequence")),
+            };
+            if let Err(error) = &update {
+                self.api.counts.failed(error.code());
+                tracing::warn!(request_id = %self.name, %error, "request failed");
+            }
+            return Some(update);
+        }
+    }
+
+    fn update(&mut self, index: usize, event: SequenceEvent) -> Result<Update, ApiError> {
+        let mut update =
+            Update { index, text: String::new(), token: None, prompt_logprobs: None, finished: None };
+        let sequence = &mut self.sequences[index];
+        match event {
+            SequenceEvent::PromptLogprobs(logprobs) => update.prompt_logprobs = Some(logprobs),
+            SequenceEvent::Token(token) => {
+                let piece = sequence.output.push(token.id).map_err(ApiError::internal)?;
+                update.text = piece.text;
+                update.token = Some(token);
+                let now = Instant::now();
+                self.api.counts.token(now - sequence.last_token.unwrap_or(self.started), sequence.last_token);
+                sequence.last_token = Some(now);
+                if piece.stopped {
+                    self.api.engine.abort(sequence.id);
+                    let usage = Usage {
+                        prompt_tokens: sequence.prompt_tokens,
+                        completion_tokens: sequence.output.num_tokens(),
+                        cached_tokens: 0,
+                    };
+                    update.finished = Some((FinishReason::Stop, usage));
+                }
+            }
+            SequenceEvent::Finished { reason, usage } => {
+                let piece = sequence.output.finish().map_err(ApiError::internal)?;
+                update.text = piece.text;
+                let reason = if piece.stopped { FinishReason::Stop } else { reason };
+                update.finished = Some((reason, usage));
+            }
+            SequenceEvent::Failed(error) => return Err(error.into()),
+        }
+        if let Some((reason, usage)) = update.finished {
+            sequence.done = true;
+            self.log(index, reason, usage);
+        }
+        Ok(update)
+    }
+
+    fn log(&self, index: usize, reason: FinishReason, usage: Usage) {
+        let elapsed = self.started.elapsed();
+        self.api.counts.finished(reason_name(reason));
+        self.api.counts.usage(usage, elapsed);
+        tracing::info!(
+            request_id = %self.name,
+            index,
+            reason = reason_name(reason),
+            prompt_tokens = usage.prompt_tokens,
+            completion_tokens = usage.completion_tokens,
+            cached_tokens = usage.cached_tokens,
+            elapsed_ms = elapsed.as_millis() as u64,
+            "sequence finished"
+        );
+    }
+
+    fn late(&self) -> ApiError {
+        self.api.counts.failed("deadline_exceeded");
+        let waited_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        SequenceError::DeadlineExceeded { waited_ms }.into()
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        for sequence in self.sequences.iter().filter(|s| !s.done) {
+            self.api.engine.abort(sequence.id);
+        }
+    }
+}
+
+/// As in OpenAI's `finish_reason`.
+pub fn reason_name(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled => "cancelled",
+    }
+}

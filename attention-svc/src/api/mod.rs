@@ -1,0 +1,152 @@
+//! The face of the attention role: OpenAI's HTTP API and `InferenceService` over gRPC, on one port and one engine.
+//!
+//! A request's way: a face reads it ([`openai`], [`grpc`]) → [`validate`] checks it, purely → [`generation`] tokenizes
+//! the prompts, submits the sequences to the [`engine`] and turns their events into text → the face writes it.
+//! [`error`] is the one place that knows HTTP codes and gRPC statuses. Nothing here schedules or computes.
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use afd_common::proto::v1;
+use afd_common::telemetry::{MetricError, Metrics};
+use tokio::sync::watch;
+
+mod body;
+pub mod engine;
+pub mod error;
+pub mod generation;
+pub mod grpc;
+mod ids;
+mod json;
+mod metrics;
+pub mod openai;
+pub mod prompt;
+pub mod readiness;
+mod router;
+mod running;
+pub mod validate;
+
+pub use engine::Engine;
+pub use readiness::Readiness;
+pub use router::router;
+
+use crate::text::Text;
+use metrics::ApiMetrics;
+use running::Running;
+use validate::{ModelLimits, SamplingDefaults};
+
+/// What is served, as both faces tell it.
+#[derive(Clone, Debug)]
+pub struct ServedModel {
+    /// Name that requests use.
+    pub name: String,
+    /// What requests may ask for.
+    pub limits: ModelLimits,
+    /// What peers compare; its fingerprint is OpenAI's `system_fingerprint`.
+    pub identity: v1::ModelIdentity,
+}
+
+impl ServedModel {
+    /// Puts together what `config.json`, `generation_config.json` and the options say.
+    ///
+    /// # Errors
+    /// A sentence that names the file and the field.
+    pub fn new(
+        folder: &Path,
+        name: String,
+        config: &afd_common::config::model::ModelConfig,
+        max_model_len: usize,
+        identity: v1::ModelIdentity,
+    ) -> Result<Self, String> {
+        let limits = ModelLimits {
+            vocab_size: u32::try_from(config.vocab_size).map_err(|e| format!("vocab_size: {e}"))?,
+            max_model_len: u32::try_from(max_model_len).map_err(|e| format!("max_model_len: {e}"))?,
+            eos_token_ids: config.eos_token_ids.clone(),
+            defaults: SamplingDefaults::load(folder)?,
+        };
+        Ok(Self { name, limits, identity })
+    }
+}
+
+/// Limits that protect the process.
+#[derive(Clone, Copy, Debug)]
+pub struct ApiLimits {
+    /// Largest body of a request, bytes.
+    pub max_body_bytes: usize,
+}
+
+impl Default for ApiLimits {
+    fn default() -> Self {
+        Self { max_body_bytes: 8 << 20 }
+    }
+}
+
+/// State of both faces; shared by every request.
+pub struct Api {
+    engine: Arc<dyn Engine>,
+    model: ServedModel,
+    text: Arc<Text>,
+    limits: ApiLimits,
+    readiness: watch::Receiver<Readiness>,
+    ffn_peers: watch::Receiver<Vec<v1::FfnPeer>>,
+    running: Running,
+    counts: ApiMetrics,
+    metrics: Metrics,
+    /// Seconds since the Unix epoch.
+    started: u64,
+}
+
+/// What an [`Api`] is built from.
+pub struct ApiParts {
+    /// Where sequences run.
+    pub engine: Arc<dyn Engine>,
+    /// What is served.
+    pub model: ServedModel,
+    /// Tokenizer and chat template.
+    pub text: Text,
+    /// Bounds.
+    pub limits: ApiLimits,
+    /// Whether requests can be answered; the process writes it.
+    pub readiness: watch::Receiver<Readiness>,
+    /// FFN ranks in use; the process writes it.
+    pub ffn_peers: watch::Receiver<Vec<v1::FfnPeer>>,
+    /// Metrics of the process; `/metrics` shows all of them.
+    pub metrics: Metrics,
+}
+
+impl Api {
+    /// Puts the parts together.
+    ///
+    /// # Errors
+    /// When a metric of the same name is registered already.
+    pub fn new(parts: ApiParts) -> Result<Arc<Self>, MetricError> {
+        let counts = ApiMetrics::register(&parts.metrics)?;
+        Ok(Arc::new(Self {
+            engine: parts.engine,
+            model: parts.model,
+            text: Arc::new(parts.text),
+            limits: parts.limits,
+            readiness: parts.readiness,
+            ffn_peers: parts.ffn_peers,
+            running: Running::default(),
+            counts,
+            metrics: parts.metrics,
+            started: unix_seconds(),
+        }))
+    }
+
+    /// Refuses a model that is not served; an absent name means the one that is.
+    fn check_model(&self, asked: Option<&str>) -> Result<(), error::ApiError> {
+        match asked {
+            Some(name) if name != self.model.name => Err(error::ApiError::ModelNotFound {
+                asked: name.to_owned(),
+                served: self.model.name.clone(),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}

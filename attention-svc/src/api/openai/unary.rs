@@ -1,0 +1,41 @@
+//! Answers in one piece: the updates of every sequence, put together.
+use super::super::error::ApiError;
+use super::super::generation::Generation;
+use super::TotalUsage;
+use crate::request::{ChosenToken, FinishReason, TokenLogprobs};
+
+/// One finished sequence.
+#[derive(Default)]
+pub(super) struct Finished {
+    pub(super) text: String,
+    pub(super) tokens: Vec<ChosenToken>,
+    pub(super) prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    pub(super) reason: Option<FinishReason>,
+}
+
+/// Waits for every sequence. `n` is the number of continuations of a prompt.
+///
+/// # Errors
+/// The first failure.
+pub(super) async fn collect(
+    generation: &mut Generation,
+    n: usize,
+) -> Result<(Vec<Finished>, TotalUsage), ApiError> {
+    let mut sequences: Vec<Finished> = Vec::new();
+    sequences.resize_with(generation.prompts().len() * n, Finished::default);
+    let mut total = TotalUsage::default();
+    while let Some(update) = generation.next().await {
+        let update = update?;
+        let sequence = &mut sequences[update.index];
+        sequence.text.push_str(&update.text);
+        sequence.tokens.extend(update.token);
+        if update.prompt_logprobs.is_some() {
+            sequence.prompt_logprobs = update.prompt_logprobs;
+        }
+        if let Some((reason, usage)) = update.finished {
+            sequence.reason = Some(reason);
+            total.add(usage, update.index.is_multiple_of(n));
+        }
+    }
+    Ok((sequences, total))
+}

@@ -1,0 +1,76 @@
+//! Everything that is served on the one port.
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use http::{StatusCode, header};
+use serde_json::json;
+
+use super::error::ApiError;
+use super::{Api, grpc, openai};
+
+/// HTTP routes and gRPC services; `extra` are further gRPC services of this process.
+///
+/// # Errors
+/// When the descriptors for reflection cannot be read: a mistake of the build.
+pub fn router(
+    api: Arc<Api>,
+    extra: tonic::service::Routes,
+) -> Result<Router, tonic_reflection::server::Error> {
+    let http = Router::new()
+        .route("/v1/completions", post(openai::completions::handle))
+        .route("/v1/chat/completions", post(openai::chat::handle))
+        .route("/v1/models", get(openai::models::list))
+        .route("/v1/models/{*id}", get(openai::models::retrieve))
+        .route("/tokenize", post(openai::tokenize::tokenize))
+        .route("/detokenize", post(openai::tokenize::detokenize))
+        .route("/health", get(ready))
+        .route("/ready", get(ready))
+        .route("/live", get(live))
+        .route("/version", get(version))
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(Arc::clone(&api))
+        .merge(api.metrics.router());
+    let grpc = grpc::services(api, extra)?.into_axum_router().reset_fallback();
+    Ok(http.merge(grpc).fallback(not_found))
+}
+
+async fn ready(State(api): State<Arc<Api>>) -> Response {
+    health(&api, |state| state.is_ready())
+}
+
+async fn live(State(api): State<Arc<Api>>) -> Response {
+    health(&api, |state| state.is_live())
+}
+
+fn health(api: &Api, good: fn(&super::Readiness) -> bool) -> Response {
+    let state = api.readiness.borrow().clone();
+    let code = if good(&state) { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (code, Json(json!({"status": state.word(), "reason": state.reason()}))).into_response()
+}
+
+async fn version() -> Json<serde_json::Value> {
+    let (major, minor) = (afd_common::proto::PROTOCOL_MAJOR, afd_common::proto::PROTOCOL_MINOR);
+    Json(json!({"version": env!("CARGO_PKG_VERSION"), "protocol": format!("{major}.{minor}")}))
+}
+
+async fn method_not_allowed(request: Request) -> Response {
+    unknown(&request, true)
+}
+
+async fn not_found(request: Request) -> Response {
+    unknown(&request, false)
+}
+
+/// A gRPC client cannot read a JSON body: it is told in its own language.
+fn unknown(request: &Request, path_exists: bool) -> Response {
+    let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
+    let error = ApiError::UnknownRoute { method, path, path_exists };
+    let is_grpc = request
+        .headers()
+        .get(header::CONTENT_TYPE)
+        .is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
+    if is_grpc { tonic::Status::from(error).into_http::<axum::body::Body>() } else { error.into_response() }
+}
