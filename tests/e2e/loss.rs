@@ -1,0 +1,110 @@
+//! An FFN rank holds no request state, so losing one loses nothing: the text goes on, and it is the same text.
+use std::time::{Duration, Instant};
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
+use afd_tests::monolith::Monolith;
+use afd_tests::oracle;
+use tch::Kind;
+
+const MODEL: &str = "tiny-mixtral";
+const NUM_TOKENS: u32 = 400;
+
+/// Streams a long continuation, lets `mishap` happen after some tokens, and holds the whole text to the oracle.
+/// Returns the longest pause between two tokens.
+async fn goes_on_after<F>(ffn: Ffn, after_tokens: usize, mishap: F) -> anyhow::Result<Duration>
+where
+    F: AsyncFnOnce(&mut Deployment) -> anyhow::Result<()>,
+{
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ffn).attention_args(&["--hop-timeout", "2s"]);
+    let mut deployment = Deployment::start(spec).await?;
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    let mut stream = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+    let (mut emitted, mut pause, mut last) = (Vec::new(), Duration::ZERO, Instant::now());
+    let mut mishap = Some(mishap);
+    while let Some(piece) = stream.message().await? {
+        pause = pause.max(last.elapsed());
+        last = Instant::now();
+        emitted.extend(piece.token_ids);
+        if emitted.len() >= after_tokens
+            && let Some(mishap) = mishap.take()
+        {
+            mishap(&mut deployment).await?;
+            last = Instant::now();
+        }
+    }
+    anyhow::ensure!(mishap.is_none(), "the text ended before anything happened");
+    anyhow::ensure!(emitted.len() == NUM_TOKENS as usize, "{} tokens came", emitted.len());
+    let reference = Monolith::load(&fixtures::checkpoint(MODEL), Kind::Float)?;
+    oracle::judge(&reference, &prompt, &emitted, Kind::Float)?;
+    Ok(pause)
+}
+
+#[tokio::test]
+async fn decode_survives_kill_and_restart_of_the_only_ffn_rank() -> anyhow::Result<()> {
+    goes_on_after(Ffn::Remote { shards: 1, replicas: 1 }, 20, async |deployment| {
+        deployment.ffn[0].kill()?;
+        let address = deployment.ffn_addresses[0].to_string();
+        deployment.ffn[0] = deployment.start_ffn(0, &address)?;
+        Ok(())
+    })
+    .await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn decode_moves_to_the_replica_when_a_shard_is_killed() -> anyhow::Result<()> {
+    let pause = goes_on_after(Ffn::Remote { shards: 2, replicas: 2 }, 20, async |deployment| {
+        deployment.ffn[0].kill()
+    })
+    .await?;
+    println!("longest pause with a replica: {} ms", pause.as_millis());
+    Ok(())
+}
+
+#[tokio::test]
+async fn decode_moves_to_the_replica_when_a_shard_stops_answering() -> anyhow::Result<()> {
+    goes_on_after(Ffn::Remote { shards: 1, replicas: 2 }, 20, async |deployment| {
+        deployment.ffn[0].signal("STOP")
+    })
+    .await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn decode_moves_to_the_replica_when_a_shard_drains() -> anyhow::Result<()> {
+    goes_on_after(Ffn::Remote { shards: 1, replicas: 2 }, 20, async |deployment| {
+        deployment.ffn[0].signal("TERM")
+    })
+    .await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_request_ends_as_unavailable_when_no_ffn_comes_back() -> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 1, replicas: 1 })
+        .attention_args(&["--ffn-loss-timeout", "1s"]);
+    let mut deployment = Deployment::start(spec).await?;
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    let mut stream = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+    let mut pieces = 0;
+    let status = loop {
+        match stream.message().await {
+            Ok(Some(_)) => pieces += 1,
+            Ok(None) => anyhow::bail!("the stream ended as if all were well, after {pieces} pieces"),
+            Err(status) => break status,
+        }
+        if pieces == 20 {
+            deployment.ffn[0].kill()?;
+        }
+    };
+    anyhow::ensure!(status.code() == tonic::Code::Unavailable, "ended with {status:?}");
+    // The service lives on, says that it is not ready, and serves again by itself once an FFN is back.
+    let health = deployment.client().get(deployment.url(0, "/health")).send().await?;
+    anyhow::ensure!(health.status() == 503, "not ready was answered with {}", health.status());
+    let address = deployment.ffn_addresses[0].to_string();
+    deployment.ffn[0] = deployment.start_ffn(0, &address)?;
+    deployment.wait_ready(0, Duration::from_secs(30)).await?;
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    oracle::same(&expected.generated_ids, &deployment.greedy(0, &expected.input_ids, 32).await?)
+}

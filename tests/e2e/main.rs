@@ -1,0 +1,3 @@
+//! Real processes on loopback. One sentence each.
+mod loss;
+mod pair;

@@ -1,0 +1,240 @@
+//! Attention ranks and FFN shards of one model as processes, ready when `start` returns.
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use afd_common::proto::v1;
+use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
+use anyhow::{Context, bail};
+use serde_json::Value;
+use tonic::transport::Channel;
+
+use super::Process;
+
+/// Time for a process to listen and for a deployment to be ready, debug builds on two busy cores included.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where the FFN runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ffn {
+    /// In the attention process, over loopback.
+    Local,
+    /// In `shards` × `replicas` processes of their own.
+    Remote {
+        /// Parts of every layer.
+        shards: u32,
+        /// Ranks per part.
+        replicas: u32,
+    },
+}
+
+/// What to start.
+#[derive(Clone, Debug)]
+pub struct DeploymentSpec {
+    /// Checkpoint folder.
+    pub model: PathBuf,
+    /// Attention ranks.
+    pub attention_ranks: u32,
+    /// Where the FFN runs.
+    pub ffn: Ffn,
+    /// More options for every attention rank.
+    pub attention_args: Vec<String>,
+    /// More options for every FFN rank.
+    pub ffn_args: Vec<String>,
+}
+
+impl DeploymentSpec {
+    /// One attention rank, in fp32, one compute thread per process.
+    pub fn new(model: PathBuf, ffn: Ffn) -> Self {
+        let common = ["--dtype", "float32", "--threads", "1", "--log-level", "info"].map(str::to_owned);
+        Self { model, attention_ranks: 1, ffn, attention_args: common.to_vec(), ffn_args: common.to_vec() }
+    }
+
+    /// With this many attention ranks.
+    pub fn attention_ranks(mut self, ranks: u32) -> Self {
+        self.attention_ranks = ranks;
+        self
+    }
+
+    /// With more options for every attention rank.
+    pub fn attention_args(mut self, args: &[&str]) -> Self {
+        self.attention_args.extend(args.iter().map(|arg| (*arg).to_owned()));
+        self
+    }
+
+    /// With more options for every FFN rank.
+    pub fn ffn_args(mut self, args: &[&str]) -> Self {
+        self.ffn_args.extend(args.iter().map(|arg| (*arg).to_owned()));
+        self
+    }
+}
+
+/// Running processes of one model.
+pub struct Deployment {
+    /// What was started.
+    pub spec: DeploymentSpec,
+    /// By rank.
+    pub attention: Vec<Process>,
+    /// Shard by shard, the replicas of a shard side by side.
+    pub ffn: Vec<Process>,
+    /// Of the attention ranks.
+    pub attention_addresses: Vec<SocketAddr>,
+    /// Of the FFN ranks.
+    pub ffn_addresses: Vec<SocketAddr>,
+    client: reqwest::Client,
+    folder: tempfile::TempDir,
+}
+
+impl Deployment {
+    /// Starts everything and waits until every attention rank is ready.
+    ///
+    /// # Errors
+    /// When something does not start; logs are part of the message.
+    pub async fn start(spec: DeploymentSpec) -> anyhow::Result<Self> {
+        let mut deployment = Self {
+            attention: Vec::new(),
+            ffn: Vec::new(),
+            attention_addresses: Vec::new(),
+            ffn_addresses: Vec::new(),
+            client: reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(120)).build()?,
+            folder: tempfile::tempdir()?,
+            spec,
+        };
+        if let Ffn::Remote { shards, replicas } = deployment.spec.ffn {
+            for rank in 0..shards * replicas {
+                let process = deployment.start_ffn(rank, "127.0.0.1:0")?;
+                deployment.ffn.push(process);
+            }
+            for process in &mut deployment.ffn {
+                deployment.ffn_addresses.push(process.address(START_LIMIT)?);
+            }
+        }
+        for rank in 0..deployment.spec.attention_ranks {
+            let process = deployment.start_attention(rank)?;
+            deployment.attention.push(process);
+        }
+        for process in &mut deployment.attention {
+            deployment.attention_addresses.push(process.address(START_LIMIT)?);
+        }
+        for rank in 0..deployment.attention.len() {
+            deployment.wait_ready(rank, START_LIMIT).await?;
+        }
+        Ok(deployment)
+    }
+
+    /// Starts an FFN rank that is to listen on `listen` (also in place of one that was killed).
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_ffn(&self, rank: u32, listen: &str) -> anyhow::Result<Process> {
+        let Ffn::Remote { shards, replicas } = self.spec.ffn else {
+            bail!("the FFN of this deployment is local")
+        };
+        let mut args = vec!["serve".to_owned(), "--model".to_owned(), self.spec.model.display().to_string()];
+        args.extend(["--listen".to_owned(), listen.to_owned()]);
+        args.extend(["--shard".to_owned(), format!("{}/{shards}", rank / replicas)]);
+        args.extend(["--rank".to_owned(), rank.to_string()]);
+        args.extend(self.spec.ffn_args.iter().cloned());
+        Process::start("ffn-svc", &format!("F{rank}"), &args, self.folder.path())
+    }
+
+    fn start_attention(&self, rank: u32) -> anyhow::Result<Process> {
+        let ffn = match self.spec.ffn {
+            Ffn::Local => "local".to_owned(),
+            Ffn::Remote { .. } => {
+                self.ffn_addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
+            }
+        };
+        let mut args = vec!["serve".to_owned(), "--model".to_owned(), self.spec.model.display().to_string()];
+        args.extend(
+            ["--listen", "127.0.0.1:0", "--served-model-name", "test", "--ffn", &ffn].map(str::to_owned),
+        );
+        args.extend(["--rank".to_owned(), rank.to_string()]);
+        args.extend(self.spec.attention_args.iter().cloned());
+        Process::start("attention-svc", &format!("A{rank}"), &args, self.folder.path())
+    }
+
+    /// Waits until an attention rank says that it is ready.
+    ///
+    /// # Errors
+    /// When it does not within `limit`; its log is part of the message.
+    pub async fn wait_ready(&mut self, rank: usize, limit: Duration) -> anyhow::Result<()> {
+        let url = self.url(rank, "/health");
+        let ready = async {
+            loop {
+                if self.client.get(&url).send().await.is_ok_and(|answer| answer.status().is_success()) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        if tokio::time::timeout(limit, ready).await.is_err() {
+            bail!("A{rank} is not ready after {limit:?}:\n{}", self.attention[rank].log());
+        }
+        Ok(())
+    }
+
+    /// A URL on an attention rank.
+    pub fn url(&self, rank: usize, path: &str) -> String {
+        format!("http://{}{path}", self.attention_addresses[rank])
+    }
+
+    /// The HTTP client of the test.
+    pub fn client(&self) -> &reqwest::Client {
+        &self.client
+    }
+
+    /// POSTs JSON to an attention rank: the status and the answer's JSON.
+    ///
+    /// # Errors
+    /// When there is no answer, or none in JSON.
+    pub async fn post(&self, rank: usize, path: &str, body: &Value) -> anyhow::Result<(u16, Value)> {
+        let answer = self.client.post(self.url(rank, path)).json(body).send().await.context("no answer")?;
+        let status = answer.status().as_u16();
+        Ok((status, answer.json().await.context("the answer is not JSON")?))
+    }
+
+    /// A gRPC client of an attention rank.
+    ///
+    /// # Errors
+    /// When it cannot be reached.
+    pub async fn grpc(&self, rank: usize) -> anyhow::Result<InferenceServiceClient<Channel>> {
+        Ok(InferenceServiceClient::connect(self.url(rank, "")).await?)
+    }
+
+    /// Greedy continuation of token ids on an attention rank, past the model's end tokens, as it comes.
+    ///
+    /// # Errors
+    /// When the request is refused.
+    pub async fn stream(
+        &self,
+        rank: usize,
+        prompt: &[u32],
+        max_tokens: u32,
+    ) -> anyhow::Result<tonic::Streaming<v1::GenerateResponse>> {
+        let request = v1::GenerateRequest {
+            prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids: prompt.to_vec() })),
+            sampling: Some(v1::SamplingParams { temperature: Some(0.0), ..Default::default() }),
+            stop: Some(v1::StopConditions {
+                max_tokens: Some(max_tokens),
+                ignore_eos: Some(true),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        Ok(self.grpc(rank).await?.generate(request).await?.into_inner())
+    }
+
+    /// The same, whole, as token ids.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub async fn greedy(&self, rank: usize, prompt: &[u32], max_tokens: u32) -> anyhow::Result<Vec<u32>> {
+        let mut stream = self.stream(rank, prompt, max_tokens).await?;
+        let mut ids = Vec::new();
+        while let Some(piece) = stream.message().await? {
+            ids.extend(piece.token_ids);
+        }
+        Ok(ids)
+    }
+}
