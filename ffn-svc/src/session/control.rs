@@ -1,0 +1,94 @@
+//! `FfnControlService`: the face of [`Sessions`] over gRPC.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use afd_common::proto::v1;
+use afd_common::proto::v1::ffn_control_service_server::FfnControlService;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::sessions::Sessions;
+use super::steps;
+
+/// Most bytes of a probe's payload.
+const MAX_PROBE_BYTES: usize = 4 << 20;
+/// Largest message of this service: a probe, and what surrounds its payload.
+pub const MAX_MESSAGE_BYTES: usize = MAX_PROBE_BYTES + 1024;
+
+/// See the module's head.
+pub struct Control {
+    sessions: Arc<Sessions>,
+}
+
+impl Control {
+    /// Over these sessions.
+    pub fn new(sessions: Arc<Sessions>) -> Self {
+        Self { sessions }
+    }
+}
+
+#[tonic::async_trait]
+impl FfnControlService for Control {
+    async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
+        let peer = request.remote_addr();
+        let request = request.into_inner();
+        self.sessions.join(&request).map(Response::new).inspect_err(|status| {
+            let who = request.identity.as_ref().map(|identity| (identity.deployment.as_str(), identity.rank));
+            tracing::warn!(?peer, ?who, why = status.message(), "join refused");
+        })
+    }
+
+    async fn open_links(
+        &self,
+        request: Request<v1::OpenLinksRequest>,
+    ) -> Result<Response<v1::OpenLinksResponse>, Status> {
+        let request = request.into_inner();
+        let session = self.sessions.find(&request.session_id)?;
+        let links = self.sessions.open_links(&session, &request.links)?;
+        Ok(Response::new(v1::OpenLinksResponse { links }))
+    }
+
+    type StepsStream = ReceiverStream<Result<v1::StepsResponse, Status>>;
+
+    async fn steps(
+        &self,
+        request: Request<Streaming<v1::StepsRequest>>,
+    ) -> Result<Response<Self::StepsStream>, Status> {
+        let mut requests = request.into_inner();
+        let (session, first) = steps::open(&self.sessions, &mut requests).await?;
+        let (out, responses) = mpsc::channel(steps::OUT_QUEUE);
+        let serve = steps::serve(Arc::clone(&self.sessions), session, first, requests, out);
+        self.sessions.tasks().spawn(serve);
+        Ok(Response::new(ReceiverStream::new(responses)))
+    }
+
+    async fn probe(&self, request: Request<v1::ProbeRequest>) -> Result<Response<v1::ProbeResponse>, Status> {
+        let payload = request.into_inner().payload;
+        if payload.len() > MAX_PROBE_BYTES {
+            let message = format!("`payload`: {} bytes, at most {MAX_PROBE_BYTES}", payload.len());
+            return Err(Status::invalid_argument(message));
+        }
+        Ok(Response::new(v1::ProbeResponse { payload, answered_at_us: steps::now_us() }))
+    }
+
+    async fn drain(&self, request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        self.check_token(&request)?;
+        let timeout = Duration::from_millis(request.get_ref().timeout_ms.into());
+        tracing::info!(?timeout, "draining: asked to by a peer");
+        self.sessions.drain(Instant::now() + timeout);
+        Ok(Response::new(v1::DrainResponse { open_sessions: self.sessions.len() as u32 }))
+    }
+}
+
+impl Control {
+    /// Whoever may end this rank's work must know the secret that lets others join it.
+    fn check_token<T>(&self, request: &Request<T>) -> Result<(), Status> {
+        let Some(token) = &self.sessions.settings().offer.join_token else { return Ok(()) };
+        let presented = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+        match presented.and_then(|value| value.strip_prefix("Bearer ")) {
+            Some(presented) if token.matches(presented) => Ok(()),
+            _ => Err(Status::unauthenticated("`authorization: Bearer <join token>` is missing or wrong")),
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! The live sessions of this process and what each may do: the state behind `FfnControlService`.
+//!
+//! A session begins with a join, lives as long as its lease is renewed, and takes its links along when it ends. The
+//! decisions are those of the pure [`handshake`](super::handshake), [`registry`](super::registry) and
+//! [`grants`](afd_common::link::grants); here they meet the clock, randomness and the engine.
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use afd_common::ids::Epoch;
+use afd_common::link::grants::{Grant, GrantSpec, Grants, Refusal as AttachRefusal, Ticket};
+use afd_common::link::{Doorbell, HopLink, Limits, LinkKind};
+use afd_common::proto::{PROTOCOL_MAJOR, v1};
+use rand::Rng;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::{Code, Status};
+
+use super::handshake::{self, Agreement, Offer};
+use super::registry::{Place, Registry, SessionId};
+use super::status::detailed;
+use crate::engine::{EngineHandle, SessionTag, StepAccounts};
+
+/// Links that were granted and not attached, over all sessions.
+const MAX_WAITING_LINKS: usize = 256;
+/// Most links of one call.
+const MAX_LINKS_AT_ONCE: usize = 16;
+/// Most dispatches in flight on a link.
+const MAX_CREDITS: u32 = 4;
+
+/// What a rank is, beside what it offers.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// This process.
+    pub identity: v1::Identity,
+    /// What callers must agree to.
+    pub offer: Offer,
+    /// A session ends when nothing is heard for this long.
+    pub lease: Duration,
+    /// A granted link must be attached within this time.
+    pub attach_timeout: Duration,
+}
+
+/// One attention rank's session.
+#[derive(Debug)]
+pub struct Session {
+    /// Its name on the wire.
+    pub id: SessionId,
+    /// Whose it is.
+    pub place: Place,
+    /// The engine's name for its links.
+    pub tag: SessionTag,
+    /// What was agreed.
+    pub agreement: Agreement,
+    /// What its steps cost.
+    pub accounts: Arc<StepAccounts>,
+    has_steps: AtomicBool,
+    ended: CancellationToken,
+    why: OnceLock<String>,
+}
+
+impl Session {
+    /// Waits until the session has ended.
+    pub async fn ended(&self) {
+        self.ended.cancelled().await;
+    }
+
+    /// Why it ended, if it did.
+    pub fn end(&self) -> Option<&str> {
+        self.why.get().map(String::as_str)
+    }
+
+    /// Whether this is the session's first control stream.
+    pub fn claim_steps(&self) -> bool {
+        !self.has_steps.swap(true, Ordering::AcqRel)
+    }
+}
+
+/// See the module's head.
+pub struct Sessions {
+    settings: Settings,
+    engine: Arc<EngineHandle>,
+    live: Mutex<Live>,
+    grants: Mutex<Grants<Arc<Session>>>,
+    next_tag: AtomicU64,
+    /// Until when, once the process drains.
+    draining: watch::Sender<Option<Instant>>,
+    tasks: TaskTracker,
+}
+
+#[derive(Default)]
+struct Live {
+    registry: Registry,
+    by_id: HashMap<SessionId, Arc<Session>>,
+}
+
+impl Sessions {
+    /// Nobody has joined.
+    pub fn new(settings: Settings, engine: Arc<EngineHandle>) -> Arc<Self> {
+        let first_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+        let grants = Grants::new(Epoch(first_epoch), settings.attach_timeout, MAX_WAITING_LINKS);
+        Arc::new(Self {
+            settings,
+            engine,
+            live: Mutex::default(),
+            grants: Mutex::new(grants),
+            next_tag: AtomicU64::new(1),
+            draining: watch::Sender::new(None),
+            tasks: TaskTracker::new(),
+        })
+    }
+
+    /// What this rank is.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// What runs the hops.
+    pub fn engine(&self) -> &Arc<EngineHandle> {
+        &self.engine
+    }
+
+    /// Tasks that belong to sessions; they end with them.
+    pub fn tasks(&self) -> &TaskTracker {
+        &self.tasks
+    }
+
+    /// Sessions that are live.
+    pub fn len(&self) -> usize {
+        self.lock_live().by_id.len()
+    }
+
+    /// Whether nobody is there.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether some session's step has begun and not ended.
+    pub fn any_step_under_way(&self) -> bool {
+        self.lock_live().by_id.values().any(|session| session.accounts.under_way())
+    }
+
+    /// Handshake.
+    ///
+    /// # Errors
+    /// `FAILED_PRECONDITION` names what differs; `UNAVAILABLE` while draining.
+    pub fn join(self: &Arc<Self>, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Status> {
+        if self.draining.borrow().is_some() {
+            return Err(detailed(Code::Unavailable, "this FFN rank is draining", "DRAINING", Vec::new()));
+        }
+        let agreement = handshake::agree(&self.settings.offer, request)?;
+        let identity = request.identity.clone().unwrap_or_default();
+        let id = SessionId::from_bits(rand::rng().random());
+        let session = Arc::new(Session {
+            id: id.clone(),
+            place: Place::of(&identity),
+            tag: SessionTag(self.next_tag.fetch_add(1, Ordering::Relaxed)),
+            agreement,
+            accounts: Arc::new(StepAccounts::new(self.engine.spec().layers.len() as u16)),
+            has_steps: AtomicBool::new(false),
+            ended: CancellationToken::new(),
+            why: OnceLock::new(),
+        });
+        let replaced = {
+            let mut live = self.lock_live();
+            let replaced = live.registry.admit(&identity, id.clone(), Instant::now(), self.settings.lease)?;
+            let replaced = replaced.and_then(|id| live.by_id.remove(&id));
+            live.by_id.insert(id, Arc::clone(&session));
+            replaced
+        };
+        if let Some(replaced) = replaced {
+            self.finish(&replaced, "a newer session took its place");
+        }
+        tracing::info!(peer = %session.place, incarnation = identity.incarnation, "joined");
+        self.tasks.spawn(Arc::clone(self).watch_lease(Arc::clone(&session)));
+        Ok(self.answer_join(&session))
+    }
+
+    fn answer_join(&self, session: &Session) -> v1::JoinResponse {
+        let (spec, agreement) = (self.engine.spec(), &session.agreement);
+        v1::JoinResponse {
+            protocol_major: PROTOCOL_MAJOR,
+            protocol_minor: agreement.protocol_minor,
+            identity: Some(self.settings.identity.clone()),
+            shard: Some(v1::ShardSpec { index: spec.shard.index(), count: spec.shard.count() }),
+            session_id: session.id.as_str().to_owned(),
+            link_kinds: agreement.link_kinds.iter().map(|kind| (*kind).into()).collect(),
+            max_stages: agreement.max_stages,
+            max_tokens_per_stage: agreement.max_tokens_per_stage,
+            features: agreement.features.clone(),
+            lease_ms: self.settings.lease.as_millis() as u32,
+            combine_dtype: afd_common::identity::dtype(spec.combine()).into(),
+        }
+    }
+
+    /// A live session.
+    ///
+    /// # Errors
+    /// `NOT_FOUND` when it has ended or never was.
+    pub fn find(&self, id: &str) -> Result<Arc<Session>, Status> {
+        let found = self.lock_live().by_id.get(&SessionId::from_wire(id)).cloned();
+        found.ok_or_else(|| {
+            let message = "`session_id` names no live session: join again";
+            detailed(Code::NotFound, message, "SESSION_NOT_FOUND", Vec::new())
+        })
+    }
+
+    /// Something was heard from the session; `false` when it has ended.
+    pub fn renew(&self, session: &Session) -> bool {
+        let until = Instant::now() + self.settings.lease;
+        self.lock_live().registry.renew(&session.place, &session.id, until)
+    }
+
+    /// Ends a session, and with it its links. Ending it again changes nothing.
+    pub fn end(&self, session: &Arc<Session>, why: &str) {
+        {
+            let mut live = self.lock_live();
+            live.registry.end(&session.place, &session.id);
+            live.by_id.remove(&session.id);
+        }
+        self.finish(session, why);
+    }
+
+    /// Ends all sessions.
+    pub fn end_all(&self, why: &str) {
+        let all: Vec<_> = self.lock_live().by_id.values().cloned().collect();
+        all.iter().for_each(|session| self.end(session, why));
+    }
+
+    fn finish(&self, session: &Arc<Session>, why: &str) {
+        if session.why.set(why.to_owned()).is_ok() {
+            tracing::info!(peer = %session.place, why, "session ended");
+            session.ended.cancel();
+            self.lock_grants().revoke(|owner| owner.id == session.id);
+            self.engine.close_session(session.tag, why);
+        }
+    }
+
+    async fn watch_lease(self: Arc<Self>, session: Arc<Session>) {
+        loop {
+            let Some(ends) = self.lock_live().registry.lease_ends(&session.place, &session.id) else { return };
+            if ends <= Instant::now() {
+                let lease_ms = self.settings.lease.as_millis();
+                return self.end(&session, &format!("nothing was heard for {lease_ms} ms, its lease (--lease-ms)"));
+            }
+            tokio::select! {
+                () = tokio::time::sleep_until(ends.into()) => {}
+                () = session.ended() => return,
+            }
+        }
+    }
+
+    /// Grants links to a session, all or none.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` names the field; `RESOURCE_EXHAUSTED` when too many links wait to be attached.
+    pub fn open_links(
+        &self,
+        session: &Arc<Session>,
+        wanted: &[v1::LinkRequest],
+    ) -> Result<Vec<v1::LinkGrant>, Status> {
+        if wanted.is_empty() || wanted.len() > MAX_LINKS_AT_ONCE {
+            return Err(invalid("links", format!("{} entries; expected 1 to {MAX_LINKS_AT_ONCE}", wanted.len())));
+        }
+        let specs = wanted.iter().map(|link| self.grant_spec(session, link)).collect::<Result<Vec<_>, _>>()?;
+        let (now, mut rng) = (Instant::now(), rand::rng());
+        let mut grants = self.lock_grants();
+        let attach_timeout_ms = grants.attach_timeout().as_millis() as u32;
+        if grants.num_waiting() + specs.len() > MAX_WAITING_LINKS {
+            grants.handle_time(now);
+        }
+        specs
+            .into_iter()
+            .map(|(wire_kind, spec)| {
+                let Grant { ticket, limits } = grants
+                    .grant(spec, Arc::clone(session), now, &mut rng)
+                    .map_err(|full| Status::resource_exhausted(full.to_string()))?;
+                Ok(v1::LinkGrant {
+                    kind: wire_kind.into(),
+                    link_id: ticket.link_id.0,
+                    epoch: limits.epoch.0,
+                    secret: ticket.secret.expose().to_vec(),
+                    credits: limits.credits,
+                    max_rows: limits.max_rows,
+                    attach_timeout_ms,
+                })
+            })
+            .collect()
+    }
+
+    fn grant_spec(&self, session: &Session, link: &v1::LinkRequest) -> Result<(v1::LinkKind, GrantSpec), Status> {
+        let (agreement, wire_kind) = (&session.agreement, link.kind());
+        let kind = link_kind(wire_kind).filter(|_| agreement.link_kinds.contains(&wire_kind));
+        let kind = kind.ok_or_else(|| {
+            let agreed: Vec<_> = agreement.link_kinds.iter().map(v1::LinkKind::as_str_name).collect();
+            invalid("links.kind", format!("{}; agreed were {}", wire_kind.as_str_name(), agreed.join(", ")))
+        })?;
+        if link.credits == 0 || link.credits > MAX_CREDITS {
+            return Err(invalid("links.credits", format!("{}; expected 1 to {MAX_CREDITS}", link.credits)));
+        }
+        let most = agreement.max_tokens_per_stage;
+        if link.max_rows == 0 || link.max_rows > most {
+            return Err(invalid("links.max_rows", format!("{}; agreed were 1 to {most}", link.max_rows)));
+        }
+        let max_body_bytes = Limits::body_bytes(link.max_rows, self.engine.spec().max_row_bytes())
+            .ok_or_else(|| invalid("links.max_rows", format!("{} rows do not fit a frame", link.max_rows)))?;
+        let peer = session.place.to_string();
+        Ok((wire_kind, GrantSpec { kind, peer, credits: link.credits, max_rows: link.max_rows, max_body_bytes }))
+    }
+
+    /// Uses up a grant: what was agreed, the engine's bell, and whose link it is. For the link's own handshake.
+    ///
+    /// # Errors
+    /// [`AttachRefusal`], which says no more than it must.
+    pub fn attach(
+        &self,
+        ticket: &Ticket,
+        kind: LinkKind,
+    ) -> Result<(Limits, Doorbell, Arc<Session>), AttachRefusal> {
+        let (limits, session) = self.lock_grants().attach(ticket, kind, Instant::now())?;
+        if session.end().is_some() || !self.engine.is_alive() {
+            return Err(AttachRefusal::Unavailable);
+        }
+        Ok((limits, self.engine.bell(), session))
+    }
+
+    /// Gives an attached link to the engine.
+    pub fn adopt(&self, link: Box<dyn HopLink>, session: &Session) {
+        self.engine.adopt_for(link, Arc::clone(&session.accounts), session.tag);
+        // The session may have ended between attaching and adopting: the engine heard of that before it had the link.
+        if let Some(why) = session.end() {
+            self.engine.close_session(session.tag, why);
+        }
+    }
+
+    /// Lets nobody new in and tells every session that the process stops at `deadline`. Calling it again only moves the
+    /// deadline.
+    pub fn drain(&self, deadline: Instant) {
+        self.draining.send_replace(Some(deadline));
+    }
+
+    /// The deadline of the drain, now and whenever it changes.
+    pub fn draining(&self) -> watch::Receiver<Option<Instant>> {
+        self.draining.subscribe()
+    }
+
+    fn lock_live(&self) -> MutexGuard<'_, Live> {
+        self.live.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn lock_grants(&self) -> MutexGuard<'_, Grants<Arc<Session>>> {
+        self.grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// The kinds that go over a network or a host, as this process knows them. Loopback never leaves a process.
+fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
+    match kind {
+        v1::LinkKind::Tcp => Some(LinkKind::Tcp),
+        v1::LinkKind::Inline => Some(LinkKind::Inline),
+        _ => None,
+    }
+}
+
+fn invalid(field: &str, what: String) -> Status {
+    detailed(Code::InvalidArgument, format!("`{field}`: {what}"), "LINKS_INVALID", vec![("field", field.into())])
+}
