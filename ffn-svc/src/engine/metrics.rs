@@ -28,8 +28,8 @@ pub struct EngineMetrics {
     pub send_seconds: Histogram,
     /// Time spent computing and sending, microseconds; its rate is the busy ratio.
     pub busy_us: IntCounter,
-    /// Hops that wait.
-    pub queued: IntGauge,
+    /// Hops that wait or are being computed.
+    pub unanswered: IntGauge,
     /// Links in use, by kind.
     pub links: IntGaugeVec,
 }
@@ -61,7 +61,7 @@ impl EngineMetrics {
             send_seconds: seconds("afd_ffn_send_seconds", "Handing a result to its link.")?,
             busy_us: metrics
                 .counter("afd_ffn_busy_us_total", "Time spent computing and sending, microseconds.")?,
-            queued: metrics.gauge("afd_ffn_hops_queued", "Hops that wait.")?,
+            unanswered: metrics.gauge("afd_ffn_hops_unanswered", "Hops that wait or are being computed.")?,
             links: metrics.gauges("afd_ffn_links", "Links in use, by kind.", &["kind"])?,
         })
     }

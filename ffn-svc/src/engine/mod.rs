@@ -85,8 +85,7 @@ pub struct EngineHandle {
 pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<EngineHandle> {
     let (commands, inbox) = unbounded();
     let (end, ended) = watch::channel(None);
-    let (bell, spec, metrics) =
-        (Doorbell::default(), Arc::new(model.spec().clone()), options.metrics.clone());
+    let (bell, spec, metrics) = (Doorbell::default(), Arc::new(model.spec()), options.metrics.clone());
     let bell_here = bell.clone();
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         let run = || run(model, options, inbox, bell_here);

@@ -2,14 +2,14 @@
 //! real one; tests have smaller ones.
 use afd_common::frame::{RowType, SideKind};
 use afd_common::ids::{LayerIdx, Shard};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use crate::model::Side;
+use crate::model::{FfnModel, LayerSpec, Side};
 
 /// The model as the engine sees it. It is used by one thread, the one that owns the device.
 pub trait StageModel: Send + 'static {
     /// What every layer takes and returns.
-    fn spec(&self) -> &StageSpec;
+    fn spec(&self) -> StageSpec;
 
     /// One layer's FFN on `rows`, `[rows, hidden]` in the activation dtype with at least one row: this shard's partial
     /// sum, `[rows, hidden]`. The inputs are only lent: their memory is overwritten after the call.
@@ -60,4 +60,32 @@ pub struct LayerInputs {
     pub experts_per_token: u32,
     /// Ids of the experts in this shard.
     pub local_experts: Vec<u32>,
+}
+
+impl StageModel for FfnModel {
+    fn spec(&self) -> StageSpec {
+        StageSpec {
+            hidden_size: self.hidden_size(),
+            // The options know no third dtype; if there were one, the model would refuse every row by name.
+            activations: if self.kind() == Kind::BFloat16 { RowType::Bf16 } else { RowType::F32 },
+            shard: self.shard(),
+            layers: self.specs().iter().map(LayerInputs::from).collect(),
+        }
+    }
+
+    fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
+        self.forward(layer, rows, side).map_err(|error| error.to_string())
+    }
+}
+
+impl From<&LayerSpec> for LayerInputs {
+    fn from(spec: &LayerSpec) -> Self {
+        Self {
+            side: spec.side,
+            side_columns: spec.side_columns as u32,
+            num_experts: spec.num_experts as u32,
+            experts_per_token: spec.experts_per_token as u32,
+            local_experts: spec.local_experts.clone().map(|id| id as u32).collect(),
+        }
+    }
 }

@@ -25,8 +25,8 @@ struct Multiplier {
 }
 
 impl StageModel for Multiplier {
-    fn spec(&self) -> &StageSpec {
-        &self.spec
+    fn spec(&self) -> StageSpec {
+        self.spec.clone()
     }
 
     fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {

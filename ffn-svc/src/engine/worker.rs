@@ -98,7 +98,7 @@ enum Heard {
 
 impl<M: StageModel> Worker<M> {
     pub(super) fn new(model: M, options: EngineOptions, inbox: Receiver<Command>, bell: Doorbell) -> Self {
-        let spec = model.spec().clone();
+        let spec = model.spec();
         let num_layers = u16::try_from(spec.layers.len()).unwrap_or(u16::MAX);
         let mut queue = HopQueue::new(num_layers, options.max_batch_rows);
         queue.open(CALLS);
@@ -128,13 +128,14 @@ impl<M: StageModel> Worker<M> {
                 return self.stop(&reason);
             }
             self.poll_links();
-            match self.queue.pick(&mut self.batch) {
+            let next = self.queue.pick(&mut self.batch);
+            self.metrics().unanswered.set((self.queue.len() + self.batch.len()) as i64);
+            match next {
                 Some(layer) => self.run_batch(layer),
                 None => {
                     self.bell.wait(seen, None);
                 }
             }
-            self.metrics().queued.set(self.queue.len() as i64);
         }
     }
 

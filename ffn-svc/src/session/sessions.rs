@@ -240,10 +240,13 @@ impl Sessions {
 
     async fn watch_lease(self: Arc<Self>, session: Arc<Session>) {
         loop {
-            let Some(ends) = self.lock_live().registry.lease_ends(&session.place, &session.id) else { return };
+            let Some(ends) = self.lock_live().registry.lease_ends(&session.place, &session.id) else {
+                return;
+            };
             if ends <= Instant::now() {
                 let lease_ms = self.settings.lease.as_millis();
-                return self.end(&session, &format!("nothing was heard for {lease_ms} ms, its lease (--lease-ms)"));
+                return self
+                    .end(&session, &format!("nothing was heard for {lease_ms} ms, its lease (--lease-ms)"));
             }
             tokio::select! {
                 () = tokio::time::sleep_until(ends.into()) => {}
@@ -262,9 +265,13 @@ impl Sessions {
         wanted: &[v1::LinkRequest],
     ) -> Result<Vec<v1::LinkGrant>, Status> {
         if wanted.is_empty() || wanted.len() > MAX_LINKS_AT_ONCE {
-            return Err(invalid("links", format!("{} entries; expected 1 to {MAX_LINKS_AT_ONCE}", wanted.len())));
+            return Err(invalid(
+                "links",
+                format!("{} entries; expected 1 to {MAX_LINKS_AT_ONCE}", wanted.len()),
+            ));
         }
-        let specs = wanted.iter().map(|link| self.grant_spec(session, link)).collect::<Result<Vec<_>, _>>()?;
+        let specs =
+            wanted.iter().map(|link| self.grant_spec(session, link)).collect::<Result<Vec<_>, _>>()?;
         let (now, mut rng) = (Instant::now(), rand::rng());
         let mut grants = self.lock_grants();
         let attach_timeout_ms = grants.attach_timeout().as_millis() as u32;
@@ -290,7 +297,11 @@ impl Sessions {
             .collect()
     }
 
-    fn grant_spec(&self, session: &Session, link: &v1::LinkRequest) -> Result<(v1::LinkKind, GrantSpec), Status> {
+    fn grant_spec(
+        &self,
+        session: &Session,
+        link: &v1::LinkRequest,
+    ) -> Result<(v1::LinkKind, GrantSpec), Status> {
         let (agreement, wire_kind) = (&session.agreement, link.kind());
         let kind = link_kind(wire_kind).filter(|_| agreement.link_kinds.contains(&wire_kind));
         let kind = kind.ok_or_else(|| {
@@ -307,7 +318,10 @@ impl Sessions {
         let max_body_bytes = Limits::body_bytes(link.max_rows, self.engine.spec().max_row_bytes())
             .ok_or_else(|| invalid("links.max_rows", format!("{} rows do not fit a frame", link.max_rows)))?;
         let peer = session.place.to_string();
-        Ok((wire_kind, GrantSpec { kind, peer, credits: link.credits, max_rows: link.max_rows, max_body_bytes }))
+        Ok((
+            wire_kind,
+            GrantSpec { kind, peer, credits: link.credits, max_rows: link.max_rows, max_body_bytes },
+        ))
     }
 
     /// Uses up a grant: what was agreed, the engine's bell, and whose link it is. For the link's own handshake.
@@ -365,5 +379,10 @@ fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
 }
 
 fn invalid(field: &str, what: String) -> Status {
-    detailed(Code::InvalidArgument, format!("`{field}`: {what}"), "LINKS_INVALID", vec![("field", field.into())])
+    detailed(
+        Code::InvalidArgument,
+        format!("`{field}`: {what}"),
+        "LINKS_INVALID",
+        vec![("field", field.into())],
+    )
 }

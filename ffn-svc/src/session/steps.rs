@@ -34,7 +34,9 @@ pub(super) async fn open(
     let lease = sessions.settings().lease;
     let first = timeout(lease, requests.message())
         .await
-        .map_err(|_| Status::deadline_exceeded(format!("no first message came within {lease:?} (--lease-ms)")))??
+        .map_err(|_| {
+            Status::deadline_exceeded(format!("no first message came within {lease:?} (--lease-ms)"))
+        })??
         .ok_or_else(|| Status::invalid_argument("the stream ended before its first message"))?;
     let session = sessions.find(&first.session_id)?;
     if !session.claim_steps() {
@@ -57,10 +59,8 @@ pub(super) async fn serve(
     out: Out,
 ) {
     let agreement = &session.agreement;
-    let limits = PlanLimits {
-        max_stages: agreement.max_stages,
-        max_tokens_per_stage: agreement.max_tokens_per_stage,
-    };
+    let limits =
+        PlanLimits { max_stages: agreement.max_stages, max_tokens_per_stage: agreement.max_tokens_per_stage };
     let mut stream = Stream { sessions: &sessions, session: &session, book: PlanBook::new(limits), out };
     let end = match stream.handle(first) {
         Ok(()) => stream.run(&mut requests).await,

@@ -1,0 +1,66 @@
+//! Everything that an FFN rank serves on its one port, beside the links: gRPC services, health, metrics.
+use std::sync::Arc;
+
+use afd_common::link::{LinkKind, inline, tcp};
+use afd_common::net::LinkAcceptor;
+use afd_common::proto::v1::ffn_control_service_server::FfnControlServiceServer;
+use afd_common::proto::v1::inference_service_server::InferenceServiceServer;
+use afd_common::proto::v1::layer_stage_service_server::LayerStageServiceServer;
+use afd_common::telemetry::Metrics;
+use axum::Router;
+
+mod health;
+mod http;
+mod layer_stage;
+mod refuse;
+
+pub use health::{Health, Phase};
+
+use crate::session::control::{self, Control};
+use crate::session::sessions::Sessions;
+use layer_stage::LayerStages;
+use refuse::NoInference;
+
+/// HTTP routes and gRPC services.
+///
+/// # Errors
+/// When the descriptors for reflection cannot be read: a mistake of the build.
+pub fn router(
+    sessions: &Arc<Sessions>,
+    health: &Health,
+    metrics: &Metrics,
+    max_body_bytes: u32,
+) -> Result<Router, tonic_reflection::server::Error> {
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(afd_common::proto::DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let control = FfnControlServiceServer::new(Control::new(Arc::clone(sessions)))
+        .max_decoding_message_size(control::MAX_MESSAGE_BYTES);
+    let stages = LayerStageServiceServer::new(LayerStages::new(Arc::clone(sessions)))
+        .max_decoding_message_size(inline::max_message_bytes(max_body_bytes));
+    let inference = InferenceServiceServer::new(NoInference::new(&sessions.settings().identity));
+    let grpc = tonic::service::Routes::new(control)
+        .add_service(stages)
+        .add_service(inference)
+        .add_service(health.service())
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?)
+        .into_axum_router()
+        .reset_fallback();
+    let identity = &sessions.settings().identity;
+    Ok(http::routes(health.clone(), refuse::sentence(identity)).merge(metrics.router()).merge(grpc))
+}
+
+/// Attaches TCP connections to the links that were granted to sessions.
+pub fn link_acceptor(sessions: &Arc<Sessions>) -> LinkAcceptor {
+    let sessions = Arc::clone(sessions);
+    Arc::new(move |stream, peer| {
+        let patience = sessions.settings().attach_timeout;
+        match tcp::answer(stream, patience, |ticket| sessions.attach(ticket, LinkKind::Tcp)) {
+            Ok((link, session)) => sessions.adopt(Box::new(link), &session),
+            Err(error) => tracing::warn!(%peer, %error, "a connection was not attached to a link"),
+        }
+    })
+}
