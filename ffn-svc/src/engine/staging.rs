@@ -38,7 +38,7 @@ impl Staging {
         dtype: RowType,
     ) -> Result<Tensor, FfiError> {
         let row_bytes = hidden * dtype.bytes();
-        self.rows.fill(hops.map(|hop| (hop, 0..hop.rows * row_bytes)), hidden, kind_of(dtype))
+        self.rows.fill(hops.map(|hop| (hop, 0..hop.rows * row_bytes)), hidden, dtype.kind())
     }
 
     /// The side tensors of all hops, in order; `row_bytes` of rows come before them in every body.
@@ -77,14 +77,6 @@ impl Staging {
                 Side::InputIds(ids.f_view([-1])?)
             }
         })
-    }
-}
-
-/// libtorch's name of a row type.
-pub(super) fn kind_of(dtype: RowType) -> Kind {
-    match dtype {
-        RowType::F32 => Kind::Float,
-        RowType::Bf16 => Kind::BFloat16,
     }
 }
 

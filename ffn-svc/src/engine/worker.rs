@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::accounts::{HopTimes, StepAccounts};
 use super::hop_error::{self, HopError};
-use super::staging::{HopBytes, Staging, kind_of};
+use super::staging::{HopBytes, Staging};
 use super::{Call, Command, EngineMetrics, EngineOptions, SessionTag, StageModel, StageSpec};
 use crate::hop_queue::{HopQueue, QueuedHop, SourceId};
 
@@ -286,7 +286,7 @@ impl<M: StageModel> Worker<M> {
         }
         output
             .f_to_device(Device::Cpu)
-            .and_then(|output| output.f_to_kind(kind_of(self.spec.combine())))
+            .and_then(|output| output.f_to_kind(self.spec.combine().kind()))
             .and_then(|output| output.f_contiguous())
             .map(Some)
             .map_err(|error| failed(error.to_string()))
