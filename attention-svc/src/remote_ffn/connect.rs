@@ -1,0 +1,59 @@
+//! Puts the parts of the way to the FFN together: the engine's port, the bell, and what runs beside it in tokio.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::time::Instant;
+
+use afd_common::link::Doorbell;
+use ffn_svc::engine::EngineHandle as FfnEngineHandle;
+use tokio::sync::Notify;
+
+use super::control::{ControlSettings, Shared};
+use super::directory::Directory;
+use super::local::{self, TooManyRows};
+use super::port::{PortSettings, RemoteFfn};
+use super::stats::FfnStats;
+
+/// The engine's way to the FFN, before the engine has started.
+pub struct Way {
+    /// For the engine.
+    pub port: RemoteFfn,
+    /// Rung by everything that concerns the engine.
+    pub bell: Doorbell,
+    /// For metrics and readiness.
+    pub stats: Arc<FfnStats>,
+}
+
+/// A way to FFN ranks behind `names` (`host:port`), and the directory whose `run` finds and joins them.
+pub fn remote(names: Vec<String>, control: ControlSettings, port: PortSettings) -> (Way, Arc<Directory>) {
+    let (bell, stats, started) = (Doorbell::default(), Arc::new(FfnStats::default()), Instant::now());
+    let (events, receiver) = crossbeam_channel::unbounded();
+    let shared = Shared {
+        settings: control,
+        events,
+        bell: bell.clone(),
+        started,
+        shard_count: AtomicU32::new(0),
+        next_edge: AtomicU64::new(1),
+        changed: Notify::new(),
+    };
+    let directory = Directory::new(names, Arc::new(shared), Arc::clone(&stats));
+    let port = RemoteFfn::new(port, bell.clone(), receiver, started, Arc::clone(&stats));
+    (Way { port, bell, stats }, Arc::new(directory))
+}
+
+/// A way to an FFN engine in this process. `credits` are the stages in flight, `max_rows` the most rows of a stage.
+///
+/// # Errors
+/// [`TooManyRows`].
+pub fn in_process(
+    engine: &FfnEngineHandle,
+    port: PortSettings,
+    credits: u32,
+    max_rows: u32,
+) -> Result<Way, TooManyRows> {
+    let (bell, stats) = (Doorbell::default(), Arc::new(FfnStats::default()));
+    let (events, receiver) = crossbeam_channel::unbounded();
+    local::connect(engine, &events, &bell, credits, max_rows)?;
+    let port = RemoteFfn::new(port, bell.clone(), receiver, Instant::now(), Arc::clone(&stats));
+    Ok(Way { port, bell, stats })
+}
