@@ -7,6 +7,7 @@ pub mod api;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;
+pub mod plan;
 pub mod remote_ffn;
 pub mod request;
 pub mod sampler;
