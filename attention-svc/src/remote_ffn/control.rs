@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, Shard};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
-use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, inline, tcp};
+use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, attach, inline};
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
@@ -367,15 +367,13 @@ async fn open_link(
     };
     let (bell, timeout) = (shared.bell.clone(), settings.phase_timeout);
     match kind {
-        LinkKind::Tcp => {
-            let attached = tokio::task::spawn_blocking(move || {
-                tcp::attach::dial(address, &ticket, limits, bell, timeout)
-            })
-            .await;
-            let link = attached
+        LinkKind::Tcp | LinkKind::Shm => {
+            let attached =
+                tokio::task::spawn_blocking(move || attach::dial(address, &ticket, limits, bell, timeout))
+                    .await;
+            attached
                 .map_err(|error| SessionError::broken("attach", error))?
-                .map_err(|error| SessionError::broken("attach", error))?;
-            Ok(Box::new(link))
+                .map_err(|error| SessionError::broken("attach", error))
         }
         LinkKind::Inline => {
             let link = inline::dial(channel, &ticket, limits, bell, timeout)
@@ -383,7 +381,7 @@ async fn open_link(
                 .map_err(|error| SessionError::broken("attach", error))?;
             Ok(Box::new(link))
         }
-        LinkKind::Loopback | LinkKind::Shm => {
+        LinkKind::Loopback => {
             Err(SessionError::Refused(format!("open links: {kind} is not a link between these processes")))
         }
     }

@@ -1,14 +1,17 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
-//! of a tensor as a slice ([`memory`]), attention over a paged cache on the CPU ([`cpu_attention`], [`cpu_rows`]), and
-//! control over this process ([`process`]).
+//! of a tensor as a slice ([`memory`]), attention over a paged cache on the CPU ([`cpu_attention`], [`cpu_rows`]), control
+//! over this process ([`process`]), and memory shared between processes ([`shm`]) with the sleep that goes with it
+//! ([`futex`]).
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
 pub mod cpu_attention;
 pub mod cpu_rows;
+pub mod futex;
 mod mapped;
 pub mod memory;
 pub mod process;
+pub mod shm;
 
 pub use mapped::MappedFile;
 

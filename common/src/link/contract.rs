@@ -16,6 +16,11 @@ pub trait Fixture {
 
     /// An end, and in place of the other one its bare transport. `None` where nothing is encoded.
     fn raw(&self, limits: Limits) -> Option<(Side, Box<dyn Wire>)>;
+
+    /// Rows of a frame larger than what the transport takes at once; fewer where all of it is allocated in advance.
+    fn large_rows(&self) -> u32 {
+        1 << 16
+    }
 }
 
 /// What a peer can do that does not keep to the rules.
@@ -37,6 +42,11 @@ impl Side {
     /// Of any implementation.
     pub fn new(link: impl HopLink + 'static, bell: Doorbell) -> Self {
         Self { link: Box::new(link), bell }
+    }
+
+    /// Of whatever implementation this is.
+    pub fn boxed(link: Box<dyn HopLink>, bell: Doorbell) -> Self {
+        Self { link, bell }
     }
 
     /// What `poll_recv` says next, waiting for the bell.
@@ -350,8 +360,9 @@ pub fn two_threads_exchange_ten_thousand_hops(fixture: &dyn Fixture) {
 
 /// A peer that does not read holds nobody up.
 pub fn sending_never_blocks(fixture: &dyn Fixture) {
-    let large = |peer| Limits { max_rows: 1 << 16, max_body_bytes: (1 << 16) * COLUMNS * 4, ..limits(peer) };
-    let sent = body(1 << 16, 0);
+    let num_rows = fixture.large_rows();
+    let large = |peer| Limits { max_rows: num_rows, max_body_bytes: num_rows * COLUMNS * 4, ..limits(peer) };
+    let sent = body(num_rows, 0);
     let at_once = |side: &mut Side| {
         let started = Instant::now();
         side.dispatch(1, &sent).unwrap();

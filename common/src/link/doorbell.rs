@@ -1,43 +1,136 @@
 //! How a link wakes the engine thread that drives it.
-use std::sync::{Arc, Condvar, Mutex};
-use std::time::Instant;
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use afd_ffi::futex::{self, Scope};
+use afd_ffi::shm::Watch;
 
 /// Wakes an engine thread that sleeps until one of its links has something to say.
 ///
 /// One bell per engine, shared by all its links. Rings are counted, so none is lost between looking and sleeping:
-/// read [`count`](Self::count), poll every link, then [`wait`](Self::wait) with the count read before.
+/// read [`count`](Self::count), poll every link, then [`wait`](Self::wait) with the count read before. Links over shared
+/// memory have no thread that could ring: the bell sleeps on their lanes as well.
 #[derive(Clone, Default)]
 pub struct Doorbell {
-    inner: Arc<(Mutex<u64>, Condvar)>,
+    inner: Arc<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    count: AtomicU32,
+    sleepers: AtomicU32,
+    lanes: Mutex<Vec<Weak<Watch>>>,
 }
 
 impl Doorbell {
     /// Wakes the waiting engine thread. Cheap; may be called from any thread.
     pub fn ring(&self) {
-        let (count, condvar) = &*self.inner;
-        *count.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) += 1;
-        condvar.notify_one();
+        self.inner.count.fetch_add(1, SeqCst);
+        if self.inner.sleepers.load(SeqCst) > 0 {
+            futex::wake(&self.inner.count, Scope::Process);
+        }
     }
 
-    /// Rings so far.
+    /// Rings so far; starts again at 0 after 2^32.
     pub fn count(&self) -> u64 {
-        *self.inner.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.inner.count.load(SeqCst).into()
     }
 
     /// Sleeps until the bell rang after `seen` was read, or until `deadline` (`None`: no limit).
     /// Returns whether it rang.
     pub fn wait(&self, seen: u64, deadline: Option<Instant>) -> bool {
-        let (count, condvar) = &*self.inner;
-        let mut now = count.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        while *now == seen {
-            match deadline {
-                None => now = condvar.wait(now).unwrap_or_else(|poisoned| poisoned.into_inner()),
-                Some(deadline) => {
-                    let Some(left) = deadline.checked_duration_since(Instant::now()) else { return false };
-                    now = condvar.wait_timeout(now, left).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
-                }
+        let lanes = self.live_lanes();
+        // Said before looking for the last time: whoever rings later sees it.
+        self.inner.sleepers.fetch_add(1, SeqCst);
+        lanes.iter().for_each(|lane| lane.set_sleeping(true));
+        let rang = loop {
+            if self.count() != seen || lanes.iter().any(|lane| lane.moved()) {
+                break true;
             }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                break false;
+            }
+            self.sleep(seen as u32, &lanes, left);
+        };
+        lanes.iter().for_each(|lane| lane.set_sleeping(false));
+        self.inner.sleepers.fetch_sub(1, SeqCst);
+        rang
+    }
+
+    /// Wakes for this lane too, while somebody holds the watch. Returns `false` where the kernel cannot wait for several
+    /// words, or for no more of them: a thread has to ring for the lane then.
+    pub(super) fn watch(&self, lane: &Arc<Watch>) -> bool {
+        let mut lanes = self.lock_lanes();
+        lanes.retain(|lane| lane.strong_count() > 0);
+        let watched = lanes.len() + 1 < futex::MAX_WORDS && futex::can_wait_any();
+        if watched {
+            lanes.push(Arc::downgrade(lane));
         }
-        true
+        drop(lanes);
+        // An engine that sleeps must begin to watch it.
+        self.ring();
+        watched
+    }
+
+    fn sleep(&self, seen: u32, lanes: &[Arc<Watch>], left: Option<Duration>) {
+        let own = (&self.inner.count, seen, Scope::Process);
+        if lanes.is_empty() {
+            return futex::wait(own.0, own.1, own.2, left);
+        }
+        let words: Vec<_> = std::iter::once(own).chain(lanes.iter().map(|lane| lane.word())).collect();
+        if futex::wait_any(&words, left).is_err() {
+            // Worked when the lane was added; whatever changed, the engine must not spin.
+            futex::wait(own.0, own.1, own.2, Some(Duration::from_millis(1)));
+        }
+    }
+
+    fn live_lanes(&self) -> Vec<Arc<Watch>> {
+        self.lock_lanes().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn lock_lanes(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Watch>>> {
+        self.inner.lanes.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl fmt::Debug for Doorbell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Doorbell").field("count", &self.count()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_between_looking_and_sleeping_is_not_lost() {
+        let bell = Doorbell::default();
+        let seen = bell.count();
+        bell.ring();
+        assert!(bell.wait(seen, None));
+        let soon = Instant::now() + Duration::from_millis(2);
+        assert!(!bell.wait(bell.count(), Some(soon)));
+    }
+
+    #[test]
+    fn ten_thousand_rings_wake_two_threads_in_turn() {
+        let bells = [Doorbell::default(), Doorbell::default()];
+        let patience = || Some(Instant::now() + Duration::from_secs(20));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for turn in 0..10_000 {
+                    assert!(bells[0].wait(turn, patience()));
+                    bells[1].ring();
+                }
+            });
+            for turn in 0..10_000 {
+                bells[0].ring();
+                assert!(bells[1].wait(turn, patience()));
+            }
+        });
     }
 }

@@ -69,12 +69,15 @@ pub enum Refusal {
     /// The FFN rank is draining or its session ended.
     #[error("the FFN rank is not accepting links")]
     Unavailable = 3,
+    /// Shared memory: it cannot be allocated, or the two processes do not see the same.
+    #[error("no memory can be shared with this process")]
+    NotShared = 4,
 }
 
 impl Refusal {
     /// From an answer; a number this version does not know reads as [`Unavailable`](Self::Unavailable).
     pub fn from_wire(code: u32) -> Self {
-        [Self::Unknown, Self::WrongKind]
+        [Self::Unknown, Self::WrongKind, Self::NotShared]
             .into_iter()
             .find(|known| *known as u32 == code)
             .unwrap_or(Self::Unavailable)
@@ -183,14 +186,19 @@ impl<T> Grants<T> {
     /// Uses a grant up.
     ///
     /// # Errors
-    /// [`Refusal`]. A wrong secret or kind leaves the grant to whom it belongs.
-    pub fn attach(&mut self, ticket: &Ticket, kind: LinkKind, now: Instant) -> Result<(Limits, T), Refusal> {
+    /// [`Refusal`]. A wrong secret, or a grant of none of `kinds`, leaves the grant to whom it belongs.
+    pub fn attach(
+        &mut self,
+        ticket: &Ticket,
+        kinds: &[LinkKind],
+        now: Instant,
+    ) -> Result<(Limits, T), Refusal> {
         self.handle_time(now);
         let waiting = self.waiting.get(&ticket.link_id).ok_or(Refusal::Unknown)?;
         if !bool::from(waiting.secret.0.ct_eq(&ticket.secret.0)) {
             return Err(Refusal::Unknown);
         }
-        if waiting.limits.kind != kind {
+        if !kinds.contains(&waiting.limits.kind) {
             return Err(Refusal::WrongKind);
         }
         let granted = self.waiting.remove(&ticket.link_id).ok_or(Refusal::Unknown)?;
@@ -230,22 +238,28 @@ mod tests {
         let second = grants.grant(spec(LinkKind::Tcp), "s2", now, &mut rng).unwrap();
         assert_eq!((first.limits.epoch, second.limits.epoch), (Epoch(100), Epoch(101)));
         let stolen = Ticket { link_id: first.ticket.link_id, secret: second.ticket.secret.clone() };
-        assert_eq!(grants.attach(&stolen, LinkKind::Tcp, now).unwrap_err(), Refusal::Unknown);
-        assert_eq!(grants.attach(&first.ticket, LinkKind::Inline, now).unwrap_err(), Refusal::WrongKind);
-        let (limits, session) = grants.attach(&first.ticket, LinkKind::Tcp, now).unwrap();
+        assert_eq!(grants.attach(&stolen, &[LinkKind::Tcp], now).unwrap_err(), Refusal::Unknown);
+        assert_eq!(
+            grants.attach(&first.ticket, &[LinkKind::Inline, LinkKind::Shm], now).unwrap_err(),
+            Refusal::WrongKind
+        );
+        let (limits, session) = grants.attach(&first.ticket, &[LinkKind::Tcp], now).unwrap();
         assert_eq!((limits, session), (first.limits, "s1"));
-        assert_eq!(grants.attach(&first.ticket, LinkKind::Tcp, now).unwrap_err(), Refusal::Unknown);
-        assert_eq!(grants.attach(&second.ticket, LinkKind::Tcp, now).unwrap().1, "s2");
+        assert_eq!(grants.attach(&first.ticket, &[LinkKind::Tcp], now).unwrap_err(), Refusal::Unknown);
+        assert_eq!(grants.attach(&second.ticket, &[LinkKind::Tcp], now).unwrap().1, "s2");
     }
 
     #[test]
     fn a_grant_expires_and_is_revoked_with_its_session() {
         let (mut grants, mut rng, now) = grants();
         let grant = grants.grant(spec(LinkKind::Tcp), "s1", now, &mut rng).unwrap();
-        assert_eq!(grants.attach(&grant.ticket, LinkKind::Tcp, now + TIMEOUT).unwrap_err(), Refusal::Unknown);
+        assert_eq!(
+            grants.attach(&grant.ticket, &[LinkKind::Tcp], now + TIMEOUT).unwrap_err(),
+            Refusal::Unknown
+        );
         let grant = grants.grant(spec(LinkKind::Tcp), "s2", now, &mut rng).unwrap();
         grants.revoke(|session| *session == "s2");
-        assert_eq!(grants.attach(&grant.ticket, LinkKind::Tcp, now).unwrap_err(), Refusal::Unknown);
+        assert_eq!(grants.attach(&grant.ticket, &[LinkKind::Tcp], now).unwrap_err(), Refusal::Unknown);
         assert_eq!(grants.num_waiting(), 0);
     }
 

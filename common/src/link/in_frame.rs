@@ -2,11 +2,12 @@
 use std::fmt;
 use std::sync::Arc;
 
+use afd_ffi::shm::Slot;
 use bytes::Bytes;
 
 use super::pool::PooledBuf;
 use super::stats::LinkStats;
-use crate::frame::FrameHeader;
+use crate::frame::{FrameHeader, HEADER_BYTES};
 
 /// A received, verified frame. Dropping it gives the body's memory back to the link.
 pub struct InFrame {
@@ -21,7 +22,9 @@ pub enum Body {
     /// In a buffer of the link's pool.
     Pooled(PooledBuf),
     /// In the message it came with.
-    Shared(Bytes),
+    Message(Bytes),
+    /// In the slot it was sent to, behind its header.
+    Slot(Slot),
 }
 
 impl InFrame {
@@ -35,7 +38,8 @@ impl InFrame {
     pub fn body(&self) -> &[u8] {
         match &self.body {
             Body::Pooled(buf) => buf.bytes(),
-            Body::Shared(bytes) => bytes,
+            Body::Message(bytes) => bytes,
+            Body::Slot(slot) => &slot[HEADER_BYTES..HEADER_BYTES + self.header.body_bytes as usize],
         }
     }
 }

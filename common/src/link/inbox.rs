@@ -47,22 +47,29 @@ impl Inbox {
         header.epoch == self.epoch
     }
 
-    /// Leaves a verified frame for the engine. After the end of the link it is dropped; more frames than credits allow
+    /// Leaves a verified frame for the engine and rings. After the end of the link it is dropped; more frames than credits allow
     /// for end the link.
     pub(super) fn deliver(&self, header: FrameHeader, body: Body) {
+        if self.place(header, body) {
+            self.bell.ring();
+        }
+    }
+
+    /// The same on the engine's own thread, which need not be told. Returns whether the frame was left.
+    pub(super) fn place(&self, header: FrameHeader, body: Body) -> bool {
         let frame = InFrame::new(header, body, Arc::clone(&self.stats));
         let mut state = self.lock();
         if state.end.is_some() {
-            return;
+            return false;
         }
         if state.frames.len() >= self.max_frames {
             drop(state);
-            return self.end(self.corrupt("the peer has more frames in flight than its credits allow"));
+            self.end(self.corrupt("the peer has more frames in flight than its credits allow"));
+            return false;
         }
         self.stats.received(HEADER_BYTES + header.body_bytes as usize);
         state.frames.push_back(frame);
-        drop(state);
-        self.bell.ring();
+        true
     }
 
     /// Ends the link; the first reason stays.

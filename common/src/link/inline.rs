@@ -15,10 +15,10 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
+use super::attach::AttachError;
 use super::grants::{LinkId, Refusal, Secret, Ticket};
 use super::inbox::Inbox;
 use super::port::Port;
-use super::tcp::AttachError;
 use super::{Body, Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{
     FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, body_crc, verify_body,
@@ -256,7 +256,7 @@ impl Pump {
             return Err(self.inbox.closed(String::from_utf8_lossy(&body)));
         }
         if self.inbox.admits(&header) {
-            self.inbox.deliver(header, Body::Shared(body));
+            self.inbox.deliver(header, Body::Message(body));
         }
         Ok(())
     }

@@ -1,14 +1,16 @@
 //! Registered tensor channels between one attention rank and one FFN rank: the seam that the host drives.
 //!
 //! On a token's path a [`HopLink`] stands between attention's remote FFN and the FFN's hop queue. It moves frames and
-//! nothing else: it does not schedule, retry, reconnect or look into rows. `loopback`, `tcp` and `inline` implement it;
-//! shared memory joins them later. Channels that a CUDA stream drives have a seam of their own.
+//! nothing else: it does not schedule, retry, reconnect or look into rows. `loopback`, `tcp`, `inline`
+//! and `shm` implement it; [`grants`] and [`attach`] say how two processes get one. Channels that a CUDA stream drives
+//! have a seam of their own.
 use std::fmt;
 use std::sync::Arc;
 
 use crate::frame::{FrameHeader, FrameLimits};
 use crate::ids::Epoch;
 
+pub mod attach;
 #[doc(hidden)]
 pub mod contract;
 mod credits;
@@ -20,6 +22,7 @@ pub mod inline;
 pub mod loopback;
 pub mod pool;
 mod port;
+pub mod shm;
 mod stats;
 pub mod tcp;
 
@@ -44,7 +47,7 @@ pub use stats::{LinkCounts, LinkStats};
 /// - **Verified.** A received frame has the link's epoch, a known kind, a body of the size its header announces, at
 ///   most [`Limits::max_rows`] rows, and correct checksums. A frame of another epoch, an answer nobody waits for and a
 ///   dispatch that is already here are dropped and counted ([`LinkStats`]); any other fault breaks the link.
-/// - **Wake-up.** The link rings the [`Doorbell`] it was made with whenever `poll_recv` may have something new to say,
+/// - **Wake-up.** The link wakes who waits at the [`Doorbell`] it was made with whenever `poll_recv` may have something new to say,
 ///   the end of the link included.
 /// - **Loss.** Once broken, `poll_recv` first hands out what had arrived whole, then reports the same error for ever;
 ///   `send` reports it at once.

@@ -39,7 +39,7 @@ const FRAME_BYTES: u32 = 1 << 20;
 pub(crate) const KEEPALIVE: Duration = Duration::from_secs(20);
 
 /// Takes a connection that began with a link's magic, which was read already. Runs on a thread that may block, counts
-/// as a connection until it returns, and does the handshake ([`crate::link::tcp::answer`]) within its own deadline.
+/// as a connection until it returns, and does the handshake ([`crate::link::attach::answer`]) within its own deadline.
 pub type LinkAcceptor = Arc<dyn Fn(std::net::TcpStream, SocketAddr) + Send + Sync>;
 
 /// Why the port cannot be served.

@@ -10,7 +10,7 @@ use tonic::{Request, Response, Status};
 use super::*;
 use crate::link::contract::{self, PATIENCE};
 use crate::link::grants::{LinkId, Secret, Ticket};
-use crate::link::{Doorbell, HopLink, tcp};
+use crate::link::{Doorbell, attach};
 use crate::proto::v1::layer_stage_service_client::LayerStageServiceClient;
 use crate::proto::v1::layer_stage_service_server::{LayerStageService, LayerStageServiceServer};
 use crate::proto::v1::{
@@ -92,7 +92,7 @@ async fn http_grpc_and_links_share_one_port() {
     let (attached, mut links) = mpsc::channel(1);
     let acceptor: LinkAcceptor = Arc::new(move |stream, _| {
         let answer = |ticket: &Ticket| Ok((contract::limits("A0"), Doorbell::default(), ticket.link_id));
-        attached.blocking_send(tcp::answer(stream, PATIENCE, answer).unwrap()).ok().unwrap();
+        attached.blocking_send(attach::answer(stream, PATIENCE, answer).unwrap()).ok().unwrap();
     });
     let served = serve(Some(acceptor), Options::default()).await;
 
@@ -107,7 +107,7 @@ async fn http_grpc_and_links_share_one_port() {
     let address = served.address;
     let ticket = Ticket { link_id: LinkId(77), secret: Secret::from_slice(&[3; 16]).unwrap() };
     let dialing = tokio::task::spawn_blocking(move || {
-        tcp::dial(address, &ticket, contract::limits("F0"), Doorbell::default(), PATIENCE).unwrap()
+        attach::dial(address, &ticket, contract::limits("F0"), Doorbell::default(), PATIENCE).unwrap()
     });
     let (_, link_id) = timeout(PATIENCE, links.recv()).await.unwrap().unwrap();
     assert_eq!(link_id, LinkId(77));
@@ -153,7 +153,7 @@ async fn silent_and_slow_connections_are_closed() {
     }
     // A role without links closes a connection that wants one.
     let mut stream = TcpStream::connect(served.address).await.unwrap();
-    stream.write_all(&[&tcp::MAGIC[..], &[0; 32]].concat()).await.unwrap();
+    stream.write_all(&[&attach::MAGIC[..], &[0; 32]].concat()).await.unwrap();
     let mut rest = Vec::new();
     let _ = timeout(PATIENCE, stream.read_to_end(&mut rest)).await.unwrap();
     assert!(rest.is_empty());

@@ -64,7 +64,7 @@ impl LayerStageService for LayerStages {
         request: Request<Streaming<v1::StreamStagesRequest>>,
     ) -> Result<Response<Self::StreamStagesStream>, Status> {
         let patience = self.sessions.settings().attach_timeout;
-        let attach = |ticket: &_| self.sessions.attach(ticket, LinkKind::Inline);
+        let attach = |ticket: &_| self.sessions.attach(ticket, &[LinkKind::Inline]);
         let (responses, link, session) = inline::answer(request.into_inner(), patience, attach).await?;
         self.sessions.adopt(Box::new(link), &session);
         Ok(Response::new(responses))

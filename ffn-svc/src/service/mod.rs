@@ -1,7 +1,7 @@
 //! Everything that an FFN rank serves on its one port, beside the links: gRPC services, health, metrics.
 use std::sync::Arc;
 
-use afd_common::link::{LinkKind, inline, tcp};
+use afd_common::link::{LinkKind, attach, inline};
 use afd_common::net::LinkAcceptor;
 use afd_common::proto::v1::ffn_control_service_server::FfnControlServiceServer;
 use afd_common::proto::v1::inference_service_server::InferenceServiceServer;
@@ -53,13 +53,14 @@ pub fn router(
     Ok(http::routes(health.clone(), refuse::sentence(identity)).merge(metrics.router()).merge(grpc))
 }
 
-/// Attaches TCP connections to the links that were granted to sessions.
+/// Attaches connections to the links that were granted to sessions.
 pub fn link_acceptor(sessions: &Arc<Sessions>) -> LinkAcceptor {
     let sessions = Arc::clone(sessions);
     Arc::new(move |stream, peer| {
         let patience = sessions.settings().attach_timeout;
-        match tcp::answer(stream, patience, |ticket| sessions.attach(ticket, LinkKind::Tcp)) {
-            Ok((link, session)) => sessions.adopt(Box::new(link), &session),
+        let granted = |ticket: &_| sessions.attach(ticket, &[LinkKind::Tcp, LinkKind::Shm]);
+        match attach::answer(stream, patience, granted) {
+            Ok((link, session)) => sessions.adopt(link, &session),
             Err(error) => tracing::warn!(%peer, %error, "a connection was not attached to a link"),
         }
     })

@@ -331,9 +331,9 @@ impl Sessions {
     pub fn attach(
         &self,
         ticket: &Ticket,
-        kind: LinkKind,
+        kinds: &[LinkKind],
     ) -> Result<(Limits, Doorbell, Arc<Session>), AttachRefusal> {
-        let (limits, session) = self.lock_grants().attach(ticket, kind, Instant::now())?;
+        let (limits, session) = self.lock_grants().attach(ticket, kinds, Instant::now())?;
         if session.end().is_some() || !self.engine.is_alive() {
             return Err(AttachRefusal::Unavailable);
         }
@@ -374,6 +374,7 @@ fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
     match kind {
         v1::LinkKind::Tcp => Some(LinkKind::Tcp),
         v1::LinkKind::Inline => Some(LinkKind::Inline),
+        v1::LinkKind::Shm => Some(LinkKind::Shm),
         _ => None,
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `send` tries a non-blocking write from the caller's memory, which nearly always takes the whole frame; what is left
 //! goes to a [writer thread](outbox). A reader thread reads whole frames into pooled buffers, verifies them and rings
-//! the bell. [`attach`] says how a connection becomes a link. A shutdown of the socket ends every blocking call, so both
+//! the bell. [`attach`](super::attach) says how a connection becomes a link. A shutdown of the socket ends every blocking call, so both
 //! threads are joined when the link is dropped.
 use std::io;
 use std::net::{Shutdown, TcpStream};
@@ -17,11 +17,10 @@ use super::port::Port;
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{FrameHeader, HEADER_BYTES, MAX_TEXT_BYTES, body_crc};
 
-pub mod attach;
 mod outbox;
 mod reader;
 
-pub use attach::{AttachError, MAGIC, accept, answer, dial};
+use super::attach::{AttachError, Socket};
 use outbox::Outbox;
 
 /// Longest time that dropping a link waits for a peer that does not take what was sent before.
@@ -65,6 +64,12 @@ impl TcpLink {
         };
         link.threads.push(Builder::new().name("tcp-read".into()).spawn(move || reader.run())?);
         Ok(link)
+    }
+
+    /// After its handshake.
+    pub(super) fn over(socket: Socket, limits: Limits, bell: Doorbell) -> Result<Self, AttachError> {
+        let stream = socket.stream.try_clone().map_err(|error| socket.failed(error))?;
+        Self::new(stream, limits, bell).map_err(|error| socket.failed(error))
     }
 
     fn write(&self, header: &FrameHeader, body: &[&[u8]]) -> io::Result<()> {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::link::LinkKind;
+use crate::link::attach::{AttachError, accept, dial};
 use crate::link::contract::{self, Fixture, PATIENCE, Side, Wire};
 use crate::link::grants::{GrantSpec, Grants, LinkId, Refusal, Secret, Ticket};
 
@@ -31,7 +32,7 @@ impl Fixture for Tcp {
             accept(stream, PATIENCE, |_| Ok((b, bell, ()))).unwrap().0
         });
         let left = dial(address, &ticket(), a, bells.0.clone(), PATIENCE).unwrap();
-        (Side::new(left, bells.0), Side::new(accepting.join().unwrap(), bells.1))
+        (Side::boxed(left, bells.0), Side::boxed(accepting.join().unwrap(), bells.1))
     }
 
     fn raw(&self, limits: Limits) -> Option<(Side, Box<dyn Wire>)> {
@@ -66,7 +67,7 @@ fn a_link_attaches_with_a_granted_ticket_and_with_no_other() {
     let serving = thread::spawn(move || {
         let mut served = || {
             accept(listener.accept().unwrap().0, PATIENCE, |ticket| {
-                let (limits, session) = grants.attach(ticket, LinkKind::Tcp, Instant::now())?;
+                let (limits, session) = grants.attach(ticket, &[LinkKind::Tcp], Instant::now())?;
                 Ok((limits, Doorbell::default(), session))
             })
             .map(|(link, session)| (link.limits().epoch, session))
