@@ -1,3 +1,6 @@
-//! What a checkpoint says about itself, as types that cannot be wrong.
+//! What a process is told: options and files ([`file`], [`units`], [`dtype`]), and what a checkpoint says about itself
+//! ([`model`]); as types that cannot be wrong.
 pub mod dtype;
+pub mod file;
 pub mod model;
+pub mod units;
