@@ -271,6 +271,15 @@ mod tests {
     }
 
     #[test]
+    fn options_may_come_in_any_order() {
+        let request = |line: &str| parse(line).unwrap().question.into_request().unwrap();
+        assert_eq!(
+            request("plan --model kimi-k2 --hardware h200 --context 16k --tpot-ms 50 --kv fp8 --gpus 8"),
+            request("plan --gpus 8 --kv fp8 --tpot-ms 50 --context 16384 --hardware h200 --model kimi-k2"),
+        );
+    }
+
+    #[test]
     fn what_is_left_out_or_wrong_is_named() {
         let left_out = parse("plan --model kimi-k2 --hardware h200 --context 16k").unwrap_err();
         assert!(left_out.to_string().contains("--tpot-ms"), "{left_out}");

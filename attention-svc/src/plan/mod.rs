@@ -25,8 +25,16 @@
 //!   cycles, as of many; what it would take longer alone is reported beside it (`fill_ms`).
 //! - *Ranks that do not divide the experts* are counted by the fullest rank (`⌈E/n_F⌉`), not by the mean.
 //! - *The head* is read once a step and counted.
-//! - *Parallel attention within a sequence* (tensor, context) is not planned: an attention rank is one device.
-//! - *The calibrated fits* for published tables: `tests` here say how far each cell is off.
+//! - *Parallelism inside a rank's work* (tensor, context, more colocated ranks than experts) is not planned: an attention
+//!   rank is one device, and an expert is whole on one rank.
+//!
+//! # How good it is
+//! Tests print every cell. From two points a row, FastAFD's 36 cells are within 4.3 % and its best ratios are met within one
+//! tray; uncalibrated, rooflines promise up to 59 % too much where many rows meet few FFN ranks, because grouped matrix
+//! products reach a fifth of their rate there. The AFD plugin's table cannot be met to the percent by any model in which
+//! more rows take longer: 64 + 16 steps 9 to 12 % *faster* than 48 + 16 at the same batch per attention rank, with a third
+//! more rows on every FFN rank. Four numbers fitted to its six cells meet the signs, cells are off by −9.1 to +3.2 %, and
+//! the margins of ±5 % are no larger than that: it is a fit, not a forecast.
 pub mod calibrate;
 pub mod calibration;
 pub mod case;

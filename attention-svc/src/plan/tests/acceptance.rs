@@ -358,3 +358,18 @@ fn a_slow_network_is_named_as_the_cap() {
     let outcome = Evaluator::new(&case).outcome(layout, 256.0);
     assert_eq!(outcome.bound, Bound::Link, "{outcome:?}");
 }
+
+/// Few, large experts and long sequences: arXiv 2602.09721 and 2504.02263 agree that this is where it pays.
+#[test]
+fn coarse_experts_in_a_large_cluster_are_told_to_disaggregate() {
+    let mut case = case("mixtral-8x22b", "h200", 16384);
+    case.precision.dispatch = ElementType::Fp8;
+    let limits = Limits { max_devices: 64, tpot_ms: 40.0, concurrency: None, max_stages: 4 };
+    let found = search::search(&case, &limits).unwrap();
+    let verdict = verdict::judge(&case, &found);
+    println!("{}", verdict.sentence);
+    assert_eq!(verdict.answer, Answer::Disaggregate, "{}", verdict.sentence);
+    let few = Limits { max_devices: 8, ..limits };
+    let verdict = verdict::judge(&case, &search::search(&case, &few).unwrap());
+    assert_eq!(verdict.answer, Answer::Dont, "{}", verdict.sentence);
+}
