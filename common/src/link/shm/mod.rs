@@ -202,4 +202,4 @@ impl Drop for ShmLink {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
