@@ -1,10 +1,11 @@
 //! The same sequence in pieces of any size, alone or among others, by either way to the cache.
 use afd_common::ids::LayerIdx;
+use afd_tests::fixtures::ALL;
 use attention_svc::model::{AttentionModel, KvCache, ModelError, Reach, StageBatch};
 use tch::{Kind, Tensor};
 
 use crate::stage::{Blocks, Sequence, stage};
-use crate::{FIXTURES, distance, load};
+use crate::{distance, load};
 
 /// Rounding of f32 sums in another order, of numbers of size 1 to 10.
 const TOLERANCE: f64 = 2e-5;
@@ -23,8 +24,8 @@ fn first_layer(model: &AttentionModel, kv: &mut KvCache, batch: &StageBatch, rea
 #[test]
 fn any_chunking_by_any_way_to_the_cache_gives_the_same() {
     let ids = ids(77, 31);
-    for name in FIXTURES {
-        let (config, model) = load(name);
+    for name in ALL {
+        let (config, _, model) = load(name);
         let run = |chunk: usize, block_size: usize, reach: Reach| {
             let mut kv = KvCache::new(&config, 90, block_size, Kind::Float).unwrap();
             let mut blocks = Blocks::new(90, block_size);
@@ -58,8 +59,8 @@ fn any_chunking_by_any_way_to_the_cache_gives_the_same() {
 
 #[test]
 fn a_stage_of_chunks_and_decode_rows_gives_each_what_it_gets_alone() {
-    for name in FIXTURES {
-        let (config, model) = load(name);
+    for name in ALL {
+        let (config, _, model) = load(name);
         // Rows of each sequence in each of three stages: short and long chunks, decode, and chunks after context.
         let plan = [[9, 40, 1, 12], [1, 25, 1, 1], [1, 1, 30, 20]];
         let all: Vec<Vec<u32>> = (0..4).map(|i| ids(80, 13 + 2 * i)).collect();
@@ -89,7 +90,7 @@ fn a_stage_of_chunks_and_decode_rows_gives_each_what_it_gets_alone() {
 #[test]
 fn a_stage_without_rows_is_legal() {
     for name in ["tiny-llama", "tiny-deepseek-v3"] {
-        let (config, model) = load(name);
+        let (config, _, model) = load(name);
         let mut kv = KvCache::new(&config, 2, 8, Kind::Float).unwrap();
         let found = first_layer(&model, &mut kv, &StageBatch::default(), Reach::Auto);
         assert_eq!(found.size(), [0, config.hidden_size as i64]);
@@ -100,7 +101,7 @@ fn a_stage_without_rows_is_legal() {
 #[test]
 fn a_stage_that_contradicts_itself_is_refused_in_words() {
     for name in ["tiny-llama", "tiny-deepseek-v3"] {
-        let (config, model) = load(name);
+        let (config, _, model) = load(name);
         let mut kv = KvCache::new(&config, 4, 8, Kind::Float).unwrap();
         let good = stage(&mut Blocks::new(4, 8), &mut [(&mut Sequence::new(&ids(20, 3)), 20)]);
         let refused = |reach: Reach, change: &dyn Fn(&mut StageBatch), kv: &mut KvCache| -> String {

@@ -1,20 +1,20 @@
 //! Hidden states on both sides of every attention / FFN split, given the reference's residual stream.
 use afd_common::config::model::FfnConfig;
 use afd_common::ids::LayerIdx;
-use afd_common::weights::Weights;
+use afd_tests::fixtures::{self, ALL};
 use attention_svc::model::{KvCache, Reach};
 use tch::{Kind, Tensor};
 
 use crate::stage::{Blocks, Sequence, stage};
-use crate::{FIXTURES, distance, fixtures, load};
+use crate::{distance, load};
 
 /// As `fixtures/README.md` says.
 const TOLERANCE: f64 = 2e-4;
 
 #[test]
 fn every_layer_s_hidden_states_are_the_reference_s() {
-    for name in FIXTURES {
-        let (config, model) = load(name);
+    for name in ALL {
+        let (config, _, model) = load(name);
         let golden = golden(name);
         for reach in [Reach::Auto, Reach::Direct, Reach::Gathered] {
             let mut kv = KvCache::new(&config, 16, 4, Kind::Float).unwrap();
@@ -50,13 +50,12 @@ fn every_layer_s_hidden_states_are_the_reference_s() {
 
 #[test]
 fn the_gate_on_attention_routes_as_the_reference_does() {
-    for name in FIXTURES {
-        let (config, mut model) = load(name);
+    for name in ALL {
+        let (config, weights, mut model) = load(name);
         let golden = golden(name);
         let layer = |i: usize| LayerIdx(i as u16);
         let ffn_in = |i: usize| golden(&format!("layers.{i}.ffn_in"));
         assert!(model.route(layer(3), &ffn_in(3)).unwrap().is_none(), "{name}: no gate was loaded yet");
-        let weights = Weights::open(&fixtures().join("tiny").join(name), &config, Kind::Float).unwrap();
         model.load_gates(&weights).unwrap();
         for (i, ffn) in config.layers.iter().enumerate() {
             let logits = model.router_logits(layer(i), &ffn_in(i)).unwrap();
@@ -75,7 +74,7 @@ fn the_gate_on_attention_routes_as_the_reference_does() {
 
 /// The fixture's recorded tensors, by name.
 fn golden(name: &str) -> impl Fn(&str) -> Tensor {
-    let path = fixtures().join("expected").join(format!("{name}.hidden.safetensors"));
+    let path = fixtures::root().join("expected").join(format!("{name}.hidden.safetensors"));
     let tensors = Tensor::read_safetensors(path).unwrap();
     move |what| {
         let found = tensors.iter().find(|(name, _)| name == what);
@@ -84,9 +83,6 @@ fn golden(name: &str) -> impl Fn(&str) -> Tensor {
 }
 
 fn short_prompt(name: &str) -> Vec<u32> {
-    let path = fixtures().join("expected").join(format!("{name}.json"));
-    let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let prompts = expected["prompts"].as_array().unwrap();
-    let short = prompts.iter().find(|prompt| prompt["id"] == "short").unwrap();
-    serde_json::from_value(short["input_ids"].clone()).unwrap()
+    let prompts = fixtures::expected(name).unwrap().prompts;
+    prompts.into_iter().find(|prompt| prompt.id == "short").unwrap().input_ids
 }
