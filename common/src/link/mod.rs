@@ -25,8 +25,6 @@ mod port;
 pub mod shm;
 mod stats;
 pub mod tcp;
-#[cfg(test)]
-mod timing;
 
 pub use doorbell::Doorbell;
 pub use in_frame::{Body, InFrame};

@@ -273,11 +273,12 @@ fn accounts_say_what_a_step_cost() {
     a.dispatch(key(5, 0, 1), &[1.0; 6]);
     a.combine();
     assert_eq!(account.last_begun(), Some(key(5, 0, 1)));
-    account.handle_begin(key(6, 0, 0));
+    a.dispatch(key(6, 0, 0), &[1.0, 1.0]);
+    a.combine();
     let step = account.take_finished().unwrap();
     assert_eq!((step.num_hops, step.num_rows, step.last_layer), (2, 4, LayerIdx(0)));
     assert_eq!(step.hops.iter().map(|hop| (hop.key.stage.0, hop.rows)).collect::<Vec<_>>(), [(0, 1), (1, 3)]);
-    assert!(bench.count("afd_ffn_hops_unplanned_total 0"));
+    assert!(bench.count("afd_ffn_hops_unplanned_total 1"), "the hop of step 6");
 }
 
 #[tokio::test]

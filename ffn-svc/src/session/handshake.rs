@@ -110,6 +110,7 @@ pub enum Refusal {
 ///
 /// # Errors
 /// The first [`Refusal`], in the order of the protocol's fields.
+#[allow(clippy::unnecessary_min_or_max, reason = "the minor version will not stay 0")]
 pub fn agree(offer: &Offer, request: &v1::JoinRequest) -> Result<Agreement, Refusal> {
     equal("protocol_major", request.protocol_major, PROTOCOL_MAJOR)?;
     check_token(offer.join_token.as_ref(), &request.join_token)?;

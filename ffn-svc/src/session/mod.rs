@@ -1,10 +1,11 @@
 //! The FFN role's control plane: who has joined, what was agreed, which links and plans a session has.
 //!
 //! In reading order: [`handshake`] (what must agree), [`registry`] (who is who), [`plans`] (what is announced), all pure;
-//! [`sessions`], where they meet the clock and the engine; `steps` (one session's stream) and [`control`] (the gRPC
-//! face); `status` (refusals as gRPC statuses). No tensor passes through here.
+//! [`sessions`] and `links`, where they meet the clock and the engine; `steps` (one session's stream) and [`control`]
+//! (the gRPC face); `status` (refusals as gRPC statuses). No tensor passes through here.
 pub mod control;
 pub mod handshake;
+mod links;
 pub mod plans;
 pub mod registry;
 pub mod sessions;

@@ -9,8 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::ids::Epoch;
-use afd_common::link::grants::{Grant, GrantSpec, Grants, Refusal as AttachRefusal, Ticket};
-use afd_common::link::{Doorbell, HopLink, Limits, LinkKind};
+use afd_common::link::grants::Grants;
 use afd_common::proto::{PROTOCOL_MAJOR, v1};
 use rand::Rng;
 use tokio::sync::watch;
@@ -24,11 +23,7 @@ use super::status::detailed;
 use crate::engine::{EngineHandle, SessionTag, StepAccounts};
 
 /// Links that were granted and not attached, over all sessions.
-const MAX_WAITING_LINKS: usize = 256;
-/// Most links of one call.
-const MAX_LINKS_AT_ONCE: usize = 16;
-/// Most dispatches in flight on a link.
-const MAX_CREDITS: u32 = 4;
+pub(super) const MAX_WAITING_LINKS: usize = 256;
 
 /// What a rank is, beside what it offers.
 #[derive(Clone, Debug)]
@@ -255,100 +250,6 @@ impl Sessions {
         }
     }
 
-    /// Grants links to a session, all or none.
-    ///
-    /// # Errors
-    /// `INVALID_ARGUMENT` names the field; `RESOURCE_EXHAUSTED` when too many links wait to be attached.
-    pub fn open_links(
-        &self,
-        session: &Arc<Session>,
-        wanted: &[v1::LinkRequest],
-    ) -> Result<Vec<v1::LinkGrant>, Status> {
-        if wanted.is_empty() || wanted.len() > MAX_LINKS_AT_ONCE {
-            return Err(invalid(
-                "links",
-                format!("{} entries; expected 1 to {MAX_LINKS_AT_ONCE}", wanted.len()),
-            ));
-        }
-        let specs =
-            wanted.iter().map(|link| self.grant_spec(session, link)).collect::<Result<Vec<_>, _>>()?;
-        let (now, mut rng) = (Instant::now(), rand::rng());
-        let mut grants = self.lock_grants();
-        let attach_timeout_ms = grants.attach_timeout().as_millis() as u32;
-        if grants.num_waiting() + specs.len() > MAX_WAITING_LINKS {
-            grants.handle_time(now);
-        }
-        specs
-            .into_iter()
-            .map(|(wire_kind, spec)| {
-                let Grant { ticket, limits } = grants
-                    .grant(spec, Arc::clone(session), now, &mut rng)
-                    .map_err(|full| Status::resource_exhausted(full.to_string()))?;
-                Ok(v1::LinkGrant {
-                    kind: wire_kind.into(),
-                    link_id: ticket.link_id.0,
-                    epoch: limits.epoch.0,
-                    secret: ticket.secret.expose().to_vec(),
-                    credits: limits.credits,
-                    max_rows: limits.max_rows,
-                    attach_timeout_ms,
-                })
-            })
-            .collect()
-    }
-
-    fn grant_spec(
-        &self,
-        session: &Session,
-        link: &v1::LinkRequest,
-    ) -> Result<(v1::LinkKind, GrantSpec), Status> {
-        let (agreement, wire_kind) = (&session.agreement, link.kind());
-        let kind = link_kind(wire_kind).filter(|_| agreement.link_kinds.contains(&wire_kind));
-        let kind = kind.ok_or_else(|| {
-            let agreed: Vec<_> = agreement.link_kinds.iter().map(v1::LinkKind::as_str_name).collect();
-            invalid("links.kind", format!("{}; agreed were {}", wire_kind.as_str_name(), agreed.join(", ")))
-        })?;
-        if link.credits == 0 || link.credits > MAX_CREDITS {
-            return Err(invalid("links.credits", format!("{}; expected 1 to {MAX_CREDITS}", link.credits)));
-        }
-        let most = agreement.max_tokens_per_stage;
-        if link.max_rows == 0 || link.max_rows > most {
-            return Err(invalid("links.max_rows", format!("{}; agreed were 1 to {most}", link.max_rows)));
-        }
-        let max_body_bytes = Limits::body_bytes(link.max_rows, self.engine.spec().max_row_bytes())
-            .ok_or_else(|| invalid("links.max_rows", format!("{} rows do not fit a frame", link.max_rows)))?;
-        let peer = session.place.to_string();
-        Ok((
-            wire_kind,
-            GrantSpec { kind, peer, credits: link.credits, max_rows: link.max_rows, max_body_bytes },
-        ))
-    }
-
-    /// Uses up a grant: what was agreed, the engine's bell, and whose link it is. For the link's own handshake.
-    ///
-    /// # Errors
-    /// [`AttachRefusal`], which says no more than it must.
-    pub fn attach(
-        &self,
-        ticket: &Ticket,
-        kinds: &[LinkKind],
-    ) -> Result<(Limits, Doorbell, Arc<Session>), AttachRefusal> {
-        let (limits, session) = self.lock_grants().attach(ticket, kinds, Instant::now())?;
-        if session.end().is_some() || !self.engine.is_alive() {
-            return Err(AttachRefusal::Unavailable);
-        }
-        Ok((limits, self.engine.bell(), session))
-    }
-
-    /// Gives an attached link to the engine.
-    pub fn adopt(&self, link: Box<dyn HopLink>, session: &Session) {
-        self.engine.adopt_for(link, Arc::clone(&session.accounts), session.tag);
-        // The session may have ended between attaching and adopting: the engine heard of that before it had the link.
-        if let Some(why) = session.end() {
-            self.engine.close_session(session.tag, why);
-        }
-    }
-
     /// Lets nobody new in and tells every session that the process stops at `deadline`. Calling it again only moves the
     /// deadline.
     pub fn drain(&self, deadline: Instant) {
@@ -364,26 +265,7 @@ impl Sessions {
         self.live.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    fn lock_grants(&self) -> MutexGuard<'_, Grants<Arc<Session>>> {
+    pub(super) fn lock_grants(&self) -> MutexGuard<'_, Grants<Arc<Session>>> {
         self.grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
-}
-
-/// The kinds that go over a network or a host, as this process knows them. Loopback never leaves a process.
-fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
-    match kind {
-        v1::LinkKind::Tcp => Some(LinkKind::Tcp),
-        v1::LinkKind::Inline => Some(LinkKind::Inline),
-        v1::LinkKind::Shm => Some(LinkKind::Shm),
-        _ => None,
-    }
-}
-
-fn invalid(field: &str, what: String) -> Status {
-    detailed(
-        Code::InvalidArgument,
-        format!("`{field}`: {what}"),
-        "LINKS_INVALID",
-        vec![("field", field.into())],
-    )
 }

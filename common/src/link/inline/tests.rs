@@ -56,12 +56,12 @@ fn ticket() -> Ticket {
 }
 
 /// A server per pair, in a runtime per test.
-pub(in crate::link) struct Inline {
+struct Inline {
     runtime: Runtime,
 }
 
 impl Inline {
-    pub(in crate::link) fn new() -> Self {
+    fn new() -> Self {
         Self { runtime: Runtime::new().unwrap() }
     }
 

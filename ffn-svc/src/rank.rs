@@ -1,0 +1,170 @@
+//! From a [`Config`] to a running FFN rank: load the shard, start the engine, serve.
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use afd_common::config::model::{ConfigError, ModelConfig};
+use afd_common::identity::model_identity;
+use afd_common::ids::LayerIdx;
+use afd_common::net::Listener;
+use afd_common::proto::v1;
+use afd_common::telemetry::metrics::{ReadKind, Sample};
+use afd_common::telemetry::{MetricError, Metrics};
+use afd_common::weights::{WeightError, Weights};
+
+use crate::config::{Config, LoadFormat};
+use crate::engine::{self, EngineMetrics, EngineOptions};
+use crate::model::{ExpertCounts, FfnModel, FfnModelError};
+use crate::serve::{ServeError, Server};
+use crate::service::Health;
+use crate::session::handshake::Offer;
+use crate::session::sessions::Settings;
+
+/// A granted link must be attached within this time.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a rank cannot be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The checkpoint's configuration is refused.
+    #[error("--model {folder}: {source}")]
+    ModelConfig {
+        /// Which checkpoint.
+        folder: String,
+        /// Why.
+        source: ConfigError,
+    },
+    /// The checkpoint's tensors cannot be had.
+    #[error("--model {folder}: {source}")]
+    Weights {
+        /// Which checkpoint.
+        folder: String,
+        /// Why.
+        source: WeightError,
+    },
+    /// This shard cannot be built from the checkpoint.
+    #[error("--model {folder}, --shard {index}/{count}: {source}")]
+    Model {
+        /// Which checkpoint.
+        folder: String,
+        /// Of the shard.
+        index: u32,
+        /// Of the shard.
+        count: u32,
+        /// Why.
+        source: Box<FfnModelError>,
+    },
+    /// A metric's name is taken: a mistake of this software.
+    #[error(transparent)]
+    Metric(#[from] MetricError),
+    /// The system has no thread for the engine.
+    #[error("starting the engine thread: {0}")]
+    Thread(#[from] std::io::Error),
+    /// It cannot be served.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+}
+
+/// A shard in memory, and what peers compare.
+pub struct Loaded {
+    /// The shard.
+    pub model: FfnModel,
+    /// What peers compare.
+    pub identity: v1::ModelIdentity,
+}
+
+/// Loads this rank's shard. Blocks, for as long as reading it takes.
+///
+/// # Errors
+/// [`StartError`] names the option, the file and the tensor.
+pub fn load(config: &Config) -> Result<Loaded, StartError> {
+    let folder = config.model.display().to_string();
+    let model_config = ModelConfig::load(&config.model)
+        .map_err(|source| StartError::ModelConfig { folder: folder.clone(), source })?;
+    let rows = config.dtype.resolve(model_config.dtype);
+    let weights = match config.load_format {
+        LoadFormat::Auto => Weights::open(&config.model, &model_config, rows.kind())
+            .map_err(|source| StartError::Weights { folder: folder.clone(), source })?,
+        LoadFormat::Dummy => Weights::dummy(&model_config, rows.kind(), config.seed),
+    };
+    let (index, count) = (config.shard.index(), config.shard.count());
+    let model = FfnModel::load(&model_config, &weights, config.shard, config.gate)
+        .map_err(|source| StartError::Model { folder, index, count, source: Box::new(source) })?;
+    let identity = model_identity(&model_config, weights.fingerprint(), rows, config.gate);
+    Ok(Loaded { model, identity })
+}
+
+/// Starts the engine on a loaded shard and serves it on `listener`.
+///
+/// # Errors
+/// [`StartError`].
+pub async fn start(
+    config: &Config,
+    loaded: Loaded,
+    listener: Listener,
+    metrics: &Metrics,
+) -> Result<Server, StartError> {
+    let Loaded { model, identity } = loaded;
+    count_experts(metrics, model.expert_counts(), model.specs().len())?;
+    let options = EngineOptions {
+        max_rows: config.max_tokens_per_stage,
+        max_batch_rows: config.max_tokens_per_stage,
+        metrics: EngineMetrics::new(metrics)?,
+    };
+    let engine = engine::spawn(model, options)?;
+    let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+    let settings = Settings {
+        identity: v1::Identity {
+            deployment: config.deployment.clone(),
+            role: v1::Role::Ffn.into(),
+            rank: config.rank,
+            incarnation,
+        },
+        offer: Offer {
+            model: identity,
+            shard_count: config.shard.count(),
+            link_kinds: vec![v1::LinkKind::Shm, v1::LinkKind::Tcp, v1::LinkKind::Inline],
+            max_stages: config.max_stages,
+            max_tokens_per_stage: config.max_tokens_per_stage,
+            features: vec!["profile".into()],
+            join_token: config.join_token.clone(),
+        },
+        lease: config.lease,
+        attach_timeout: ATTACH_TIMEOUT,
+    };
+    Ok(Server::start(listener, engine, settings, metrics, Health::new().await).await?)
+}
+
+/// Writes `host:port` and a line end, at once or not at all, for whoever waits for the file.
+///
+/// # Errors
+/// The system's.
+pub fn write_address(path: &Path, address: SocketAddr) -> std::io::Result<()> {
+    let unfinished = path.with_added_extension("unfinished");
+    std::fs::write(&unfinished, format!("{address}\n"))?;
+    std::fs::rename(&unfinished, path)
+}
+
+/// How unevenly rows fall on this shard's experts: per layer the busiest expert's rows over the mean.
+fn count_experts(metrics: &Metrics, counts: Arc<ExpertCounts>, num_layers: usize) -> Result<(), MetricError> {
+    metrics.read_when_asked(
+        ReadKind::Gauge,
+        "afd_ffn_expert_imbalance",
+        "Rows of the busiest local expert over the mean of all local experts, since the start.",
+        &["layer"],
+        move || {
+            let layers = (0..num_layers as u16).map(LayerIdx);
+            layers
+                .filter_map(|layer| {
+                    let rows: Vec<u64> = counts.of_layer(layer).into_iter().map(|(_, rows)| rows).collect();
+                    let (most, sum) = (rows.iter().copied().max()?, rows.iter().sum::<u64>());
+                    (sum > 0).then(|| Sample {
+                        labels: vec![layer.0.to_string()],
+                        value: most as f64 * rows.len() as f64 / sum as f64,
+                    })
+                })
+                .collect()
+        },
+    )
+}
