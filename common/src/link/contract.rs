@@ -50,7 +50,7 @@ impl Side {
     }
 
     /// What `poll_recv` says next, waiting for the bell.
-    fn next(&mut self) -> Result<InFrame, LinkError> {
+    pub(super) fn next(&mut self) -> Result<InFrame, LinkError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let seen = self.bell.count();

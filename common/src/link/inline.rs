@@ -263,4 +263,4 @@ impl Pump {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

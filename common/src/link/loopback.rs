@@ -70,11 +70,11 @@ impl Drop for LoopbackLink {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::contract::{self, Fixture, Side, Wire};
     use super::*;
 
-    struct Loopback;
+    pub(in crate::link) struct Loopback;
 
     impl Fixture for Loopback {
         fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {

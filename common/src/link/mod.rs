@@ -25,6 +25,8 @@ mod port;
 pub mod shm;
 mod stats;
 pub mod tcp;
+#[cfg(test)]
+mod timing;
 
 pub use doorbell::Doorbell;
 pub use in_frame::{Body, InFrame};

@@ -56,12 +56,12 @@ fn ticket() -> Ticket {
 }
 
 /// A server per pair, in a runtime per test.
-struct Inline {
+pub(in crate::link) struct Inline {
     runtime: Runtime,
 }
 
 impl Inline {
-    fn new() -> Self {
+    pub(in crate::link) fn new() -> Self {
         Self { runtime: Runtime::new().unwrap() }
     }
 

@@ -4,12 +4,10 @@
 //! they see the same memory, and the name is removed at once. A send copies the frame into a slot and advances a word; the
 //! receiving engine sleeps on that word itself ([`Doorbell`]) and reads the rows where they lie. The TCP connection
 //! of the handshake stays open: when a process dies the kernel closes it, and that is how the other one learns of it.
+use std::io::Read;
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, JoinHandle};
-use std::{
-    io::Read,
-    net::{Shutdown, TcpStream},
-};
 
 use afd_ffi::shm::{PushError, Receiver, Segment, Sender, Shape, Side, Slot, Watch};
 
@@ -202,4 +200,4 @@ impl Drop for ShmLink {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -10,13 +10,13 @@ use crate::link::attach::{accept, dial};
 use crate::link::contract::{self, Fixture, PATIENCE, Wire};
 use crate::link::grants::{LinkId, Secret, Ticket};
 
-struct Shm {
+pub(in crate::link) struct Shm {
     /// Kept while the test runs.
     sockets: Mutex<Vec<TcpStream>>,
 }
 
 impl Shm {
-    fn new() -> Self {
+    pub(in crate::link) fn new() -> Self {
         Self { sockets: Mutex::default() }
     }
 }
@@ -90,6 +90,45 @@ impl Wire for RawLane {
 }
 
 contract::contract_tests!(Shm::new());
+
+/// Ends whose bells had no place left for their lanes when they were attached.
+pub(in crate::link) fn pair_with_ringers(a: Limits, b: Limits) -> (contract::Side, contract::Side) {
+    let path = std::env::temp_dir().join(format!("afd-places-{}", std::process::id()));
+    let (_, into) = Segment::create(&path, Shape::new(1, 1).unwrap(), &[0; 16]).unwrap().lanes(Side::First);
+    std::fs::remove_file(&path).unwrap();
+    let bells = [Doorbell::default(), Doorbell::default()];
+    let mut places = Vec::new();
+    for bell in &bells {
+        loop {
+            places.push(Arc::new(into.watch()));
+            if !bell.watch(&places[places.len() - 1]) {
+                break;
+            }
+        }
+    }
+    let [bell_a, bell_b] = bells;
+    let (a, b) = attach((shm(a), bell_a.clone()), (shm(b), bell_b.clone()));
+    (contract::Side::boxed(a.unwrap(), bell_a), contract::Side::boxed(b.unwrap(), bell_b))
+}
+
+#[test]
+fn the_contract_holds_where_a_thread_rings() {
+    struct Rung;
+
+    impl Fixture for Rung {
+        fn pair(&self, a: Limits, b: Limits) -> (contract::Side, contract::Side) {
+            pair_with_ringers(a, b)
+        }
+
+        fn raw(&self, _: Limits) -> Option<(contract::Side, Box<dyn Wire>)> {
+            None
+        }
+    }
+
+    contract::two_threads_exchange_ten_thousand_hops(&Rung);
+    contract::close_is_seen_with_its_reason_after_earlier_frames(&Rung);
+    contract::dropping_an_end_closes_the_link(&Rung);
+}
 
 #[test]
 fn nothing_is_left_behind_in_the_folder() {

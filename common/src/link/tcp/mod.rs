@@ -127,4 +127,4 @@ impl Drop for TcpLink {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

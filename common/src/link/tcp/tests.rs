@@ -10,7 +10,7 @@ use crate::link::attach::{AttachError, accept, dial};
 use crate::link::contract::{self, Fixture, PATIENCE, Side, Wire};
 use crate::link::grants::{GrantSpec, Grants, LinkId, Refusal, Secret, Ticket};
 
-struct Tcp;
+pub(in crate::link) struct Tcp;
 
 fn listen() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
