@@ -4,6 +4,9 @@
 //! `engine` (one OS thread, owns the device) → [`model`] (attention of every layer) → `remote_ffn` ⇢ the FFN role ⇢
 //! `sampler` → `text` (detokenizer) → `api`.
 pub mod api;
+pub mod bench;
+pub mod cli;
+pub mod config;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;
@@ -12,4 +15,5 @@ pub mod remote_ffn;
 pub mod request;
 pub mod sampler;
 pub mod scheduler;
+pub mod serve;
 pub mod text;

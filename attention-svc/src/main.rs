@@ -1,1 +1,76 @@
-fn main() {}
+//! attention-svc: reads its command line and does what it says.
+use std::process::ExitCode;
+
+use attention_svc::cli::{Cli, Command};
+use attention_svc::config::{ServeArgs, ServeConfig};
+use attention_svc::serve::Server;
+use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// The command line was wrong.
+const USAGE: u8 = 2;
+/// It was right, and it did not work.
+const FAILURE: u8 = 1;
+
+fn main() -> ExitCode {
+    // Before anything else: libgomp reads its waiting policy before main.
+    if let Err(error) = afd_ffi::process::reexec_with_passive_wait() {
+        eprintln!("attention-svc: going on with busy waiting, which is slow: {error}");
+    }
+    let command = Cli::parse().command;
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(FAILURE, error),
+    };
+    let code = match command {
+        Command::Serve(args) => runtime.block_on(serve(*args)),
+        Command::Bench(args) => match runtime.block_on(attention_svc::bench::run(*args)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(FAILURE, error),
+        },
+        Command::Plan(args) => {
+            attention_svc::plan::cli::run(*args).unwrap_or_else(|error| fail(FAILURE, format!("{error:#}")))
+        }
+    };
+    // What still blocks a thread (a tokenizer on a huge text) must not keep the process.
+    runtime.shutdown_background();
+    code
+}
+
+async fn serve(args: ServeArgs) -> ExitCode {
+    let config = match ServeConfig::new(args) {
+        Ok(config) => config,
+        Err(error) => return fail(USAGE, error),
+    };
+    if let Err(error) = afd_common::telemetry::logs::init(&config.log) {
+        return fail(USAGE, error);
+    }
+    let stop = match stop_signal() {
+        Ok(stop) => stop,
+        Err(error) => return fail(FAILURE, error),
+    };
+    let ended = match Server::start(config).await {
+        Ok(server) => server.run(stop).await,
+        Err(error) => Err(error),
+    };
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(if error.is_usage() { USAGE } else { FAILURE }, error),
+    }
+}
+
+/// Resolves when the process is told to end.
+fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}
+
+fn fail(code: u8, error: impl std::fmt::Display) -> ExitCode {
+    eprintln!("attention-svc: {error}");
+    ExitCode::from(code)
+}

@@ -81,6 +81,9 @@ impl Default for ApiLimits {
     }
 }
 
+/// Lists the FFN ranks in use.
+pub type FfnPeers = Arc<dyn Fn() -> Vec<v1::FfnPeer> + Send + Sync>;
+
 /// State of both faces; shared by every request.
 pub struct Api {
     engine: Arc<dyn Engine>,
@@ -88,7 +91,7 @@ pub struct Api {
     text: Arc<Text>,
     limits: ApiLimits,
     readiness: watch::Receiver<Readiness>,
-    ffn_peers: watch::Receiver<Vec<v1::FfnPeer>>,
+    ffn_peers: FfnPeers,
     running: Running,
     counts: ApiMetrics,
     metrics: Metrics,
@@ -108,8 +111,8 @@ pub struct ApiParts {
     pub limits: ApiLimits,
     /// Whether requests can be answered; the process writes it.
     pub readiness: watch::Receiver<Readiness>,
-    /// FFN ranks in use; the process writes it.
-    pub ffn_peers: watch::Receiver<Vec<v1::FfnPeer>>,
+    /// Lists the FFN ranks in use.
+    pub ffn_peers: FfnPeers,
     /// Metrics of the process; `/metrics` shows all of them.
     pub metrics: Metrics,
 }

@@ -181,7 +181,7 @@ impl Server {
             text: Text::load(&folder, TokenizerFile::Required).unwrap(),
             limits: ApiLimits::default(),
             readiness: readiness_receiver,
-            ffn_peers: watch::channel(Vec::new()).1,
+            ffn_peers: Arc::new(Vec::new),
             metrics: Metrics::new(),
         })
         .unwrap();

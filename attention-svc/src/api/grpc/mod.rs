@@ -102,7 +102,7 @@ impl InferenceService for Face {
             max_model_len: model.limits.max_model_len,
             vocab_size: model.limits.vocab_size,
             eos_token_ids: model.limits.eos_token_ids.clone(),
-            ffn_peers: self.api.ffn_peers.borrow().clone(),
+            ffn_peers: (self.api.ffn_peers)(),
         }))
     }
 

@@ -56,11 +56,12 @@ impl TextLogprobs {
     /// The object for these tokens; a token without log probabilities (the first of a prompt) has nulls.
     pub(super) fn take(&mut self, tokenizer: &Tokenizer, tokens: &[(u32, Option<&TokenLogprobs>)]) -> Value {
         let labels: Vec<String> = tokens.iter().map(|(id, _)| label(tokenizer, *id)).collect();
-        let offsets: Vec<usize> = labels
+        let offsets: Vec<usize> = tokens
             .iter()
-            .map(|label| {
+            .map(|(id, _)| {
                 let at = self.offset;
-                self.offset += label.chars().count();
+                // A character belongs to the token with its first byte.
+                self.offset += tokenizer.token_bytes(*id).iter().filter(|byte| **byte & 0xc0 != 0x80).count();
                 at
             })
             .collect();

@@ -1,0 +1,183 @@
+//! `attention-svc bench`: load on a running server, and how long its answers took. Any address that speaks OpenAI's
+//! completions will do, so that servers can be compared.
+//!
+//! In reading order: `levels` (how much load) → `request` (one answer, timed as it streams) → `stats` (percentiles)
+//! → `report` (tables and JSON).
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+mod levels;
+mod report;
+mod request;
+mod stats;
+
+use levels::{Level, Shape};
+use report::Run;
+use request::Target;
+
+/// Measure a running server.
+#[derive(Clone, Debug, Args)]
+pub struct BenchArgs {
+    /// Server to measure, such as http://127.0.0.1:8000
+    #[arg(long, value_name = "URL", required = true)]
+    url: String,
+    /// Another server, measured in turn with the first at every level
+    #[arg(long, value_name = "URL")]
+    compare: Option<String>,
+    /// Model to ask for [default: the first one that the server lists]
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// File with a bearer token to send
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+
+    /// Requests in flight, one level each: a new one starts when one ends
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,4,16", help_heading = "Load")]
+    concurrency: Vec<usize>,
+    /// Requests a second instead, one level each: they start at random moments (Poisson), whatever is in flight
+    #[arg(
+        long,
+        value_name = "R,…",
+        value_delimiter = ',',
+        conflicts_with = "concurrency",
+        help_heading = "Load"
+    )]
+    rate: Vec<f64>,
+    /// Requests of a level [default: 4 for each in flight, at least 8; 32 for a rate]
+    #[arg(long, value_name = "N", help_heading = "Load")]
+    requests_per_level: Option<usize>,
+    /// Tokens of a prompt; every prompt is another one
+    #[arg(long, value_name = "TOKENS", default_value_t = 128, help_heading = "Load")]
+    input_len: usize,
+    /// Tokens of an answer; end tokens are ignored
+    #[arg(long, value_name = "TOKENS", default_value_t = 64, help_heading = "Load")]
+    output_len: usize,
+    /// Prompts are made of token ids from 3 to below this
+    #[arg(long, value_name = "N", default_value_t = 500, help_heading = "Load")]
+    vocab_size: u32,
+    /// Seed of prompts and of the moments they start [default: another one every time, so that no prompt is cached]
+    #[arg(long, value_name = "N", help_heading = "Load")]
+    seed: Option<u64>,
+    /// Seconds after which a request has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, help_heading = "Load")]
+    timeout: u64,
+
+    /// Also write everything as JSON; - is standard output, without the table
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Why there is nothing to report.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// An option.
+    #[error("{0}")]
+    Option(String),
+    /// The server cannot be asked, or answers something else.
+    #[error("{url}: {what}")]
+    Server {
+        /// Which.
+        url: String,
+        /// What went wrong.
+        what: String,
+    },
+    /// Every request of a level failed.
+    #[error("{url}: every request failed, the first with: {what}")]
+    AllFailed {
+        /// Which server.
+        url: String,
+        /// The first failure.
+        what: String,
+    },
+    /// The report cannot be written.
+    #[error("--json {path}: {source}")]
+    Write {
+        /// Where to.
+        path: String,
+        /// The system's own words.
+        source: std::io::Error,
+    },
+}
+
+impl BenchArgs {
+    fn levels(&self) -> Result<Vec<Level>, BenchError> {
+        let refuse = |what: &str| Err(BenchError::Option(what.to_owned()));
+        if self.input_len == 0 || self.output_len == 0 {
+            return refuse("--input-len and --output-len must be at least 1");
+        }
+        if self.vocab_size < 4 {
+            return refuse("--vocab-size must be at least 4");
+        }
+        if self.requests_per_level == Some(0) || self.concurrency.contains(&0) {
+            return refuse("--concurrency and --requests-per-level must be at least 1");
+        }
+        if self.rate.iter().any(|rate| !(rate.is_finite() && *rate > 0.0)) {
+            return refuse("--rate must be positive");
+        }
+        let closed = |n: &usize| Level {
+            shape: Shape::Concurrency(*n),
+            requests: self.requests_per_level.unwrap_or((n * 4).max(8)),
+        };
+        let open =
+            |rate: &f64| Level { shape: Shape::Rate(*rate), requests: self.requests_per_level.unwrap_or(32) };
+        Ok(match self.rate.is_empty() {
+            true => self.concurrency.iter().map(closed).collect(),
+            false => self.rate.iter().map(open).collect(),
+        })
+    }
+
+    async fn target(&self, url: &str) -> Result<Target, BenchError> {
+        let key = match &self.api_key_file {
+            None => None,
+            Some(path) => {
+                let failed = |e| BenchError::Option(format!("--api-key-file {}: {e}", path.display()));
+                Some(std::fs::read_to_string(path).map_err(failed)?.trim().to_owned())
+            }
+        };
+        Target::find(url, self.model.clone(), key, Duration::from_secs(self.timeout)).await
+    }
+}
+
+/// Measures, prints a table for every server and, where asked for, writes JSON.
+///
+/// # Errors
+/// [`BenchError`]; single requests that fail are counted, not an error.
+pub async fn run(args: BenchArgs) -> Result<(), BenchError> {
+    let levels = args.levels()?;
+    let mut targets = vec![args.target(&args.url).await?];
+    if let Some(url) = &args.compare {
+        targets.push(args.target(url).await?);
+    }
+    let mut runs: Vec<Run> = targets.iter().map(|target| Run::new(target.url(), target.model())).collect();
+    let prompts = levels::Prompts::new(
+        args.seed.unwrap_or_else(rand::random),
+        args.vocab_size,
+        args.input_len,
+        args.output_len,
+    );
+    for target in &targets {
+        let warm_up = Level { shape: Shape::Concurrency(1), requests: 1 };
+        levels::run(target, warm_up, &prompts.warm_up()).await?;
+    }
+    // Servers take turns at every level, so that a change of the machine's mood touches both.
+    for (index, level) in levels.iter().enumerate() {
+        for (target, run) in targets.iter().zip(&mut runs) {
+            eprintln!("{}: {level}, {} requests", target.url(), level.requests);
+            run.levels.push(levels::run(target, *level, &prompts.of_level(index)).await?);
+        }
+    }
+    let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    let json = report::json(&runs, args.input_len, args.output_len);
+    match &args.json {
+        Some(_) if to_stdout => println!("{json:#}"),
+        Some(path) => std::fs::write(path, format!("{json:#}\n"))
+            .map_err(|source| BenchError::Write { path: path.display().to_string(), source })?,
+        None => {}
+    }
+    if !to_stdout {
+        println!("{}", report::tables(&runs, args.input_len, args.output_len));
+    }
+    Ok(())
+}

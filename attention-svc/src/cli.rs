@@ -1,0 +1,38 @@
+//! The command line of attention-svc.
+use clap::{Parser, Subcommand};
+
+use crate::bench::BenchArgs;
+use crate::config::ServeArgs;
+use crate::plan::cli::PlanArgs;
+
+/// The attention role of a disaggregated language model: requests, KV cache, attention, sampling
+#[derive(Debug, Parser)]
+#[command(name = "attention-svc", version, about, max_term_width = 110, propagate_version = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve a model: OpenAI's HTTP API and gRPC on one port
+    Serve(Box<ServeArgs>),
+    /// Measure a running server, this one or any that speaks OpenAI's API
+    Bench(Box<BenchArgs>),
+    /// Work out how many attention and FFN ranks, how many stages, or whether to disaggregate at all
+    Plan(Box<PlanArgs>),
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,127 @@
+//! Options of `attention-svc serve`, as they are written on the command line or, under the same names, in a `--config`
+//! file. Everything may be absent here; [`ServeConfig`](super::ServeConfig) has the defaults.
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use afd_common::config::dtype::DtypeChoice;
+use afd_common::config::units::{ByteSize, Span};
+use afd_common::identity::GatePlacement;
+use afd_common::telemetry::LogFormat;
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::choices::{FfnTarget, LinkChoice, LoadFormat, parse_gate};
+
+/// Serve a model.
+#[derive(Clone, Debug, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct ServeArgs {
+    /// Checkpoint folder: config.json, safetensors, tokenizer.json (required)
+    #[arg(long, value_name = "DIR", help_heading = "Model")]
+    pub model: Option<PathBuf>,
+    /// Name that requests use [default: the folder's name]
+    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    pub served_model_name: Option<String>,
+    /// Element type of weights, activations and KV cache: auto (as the checkpoint), float32 or bfloat16;
+    /// the same on both roles [default: auto]
+    #[arg(long, value_name = "TYPE", help_heading = "Model")]
+    pub dtype: Option<DtypeChoice>,
+    /// Where weights come from: auto (the checkpoint) or dummy (random, for benchmarks) [default: auto]
+    #[arg(long, value_name = "FORMAT", help_heading = "Model")]
+    pub load_format: Option<LoadFormat>,
+    /// Seed of dummy weights; the same on both roles [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Model")]
+    pub seed: Option<u64>,
+    /// Most tokens of prompt and output together [default: the model's, or what fits the KV cache]
+    #[arg(long, value_name = "TOKENS", help_heading = "Model")]
+    pub max_model_len: Option<usize>,
+
+    /// Where to listen, for HTTP and gRPC alike; port 0 is any free one [default: 127.0.0.1:8000]
+    #[arg(long, value_name = "ADDR", help_heading = "Addresses")]
+    pub listen: Option<SocketAddr>,
+    /// host:port that others reach this process by, where it differs from where it listens
+    #[arg(long, value_name = "HOST:PORT", help_heading = "Addresses")]
+    pub advertise: Option<String>,
+    /// Write host:port and a line break here once listening
+    #[arg(long, value_name = "FILE", help_heading = "Addresses")]
+    pub address_file: Option<PathBuf>,
+
+    /// FFN ranks: addresses or DNS names with ports, comma-separated; or local, for the FFN in this process (required)
+    #[arg(long, value_name = "local|ADDR[,ADDR…]", help_heading = "FFN")]
+    pub ffn: Option<FfnTarget>,
+    /// Index of this process among the attention ranks [default: 0]
+    #[arg(long, value_name = "N", help_heading = "FFN")]
+    pub rank: Option<u32>,
+    /// Deployment that the attention ranks belong to; several may share an FFN [default: default]
+    #[arg(long, value_name = "NAME", help_heading = "FFN")]
+    pub deployment: Option<String>,
+    /// How rows travel: auto (the best that both ends offer), shm, tcp or inline (over gRPC) [default: auto]
+    #[arg(long, value_name = "KIND", help_heading = "FFN")]
+    pub link: Option<LinkChoice>,
+    /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]
+    #[arg(long, value_name = "SIDE", value_parser = parse_gate, help_heading = "FFN")]
+    pub gate: Option<GatePlacement>,
+    /// File with the token that guards joining, as given to the FFN ranks [default: none]
+    #[arg(long, value_name = "FILE", help_heading = "FFN")]
+    pub join_token_file: Option<PathBuf>,
+    /// Most microbatches of a step, 1 to 4: one's FFN runs while another's attention does [default: 1]
+    #[arg(long, value_name = "N", help_heading = "FFN")]
+    pub stages: Option<usize>,
+
+    /// Tensor threads [default: the number of cores]
+    #[arg(long, value_name = "N", help_heading = "Capacity")]
+    pub threads: Option<usize>,
+    /// Memory of the KV cache, such as 1GiB [default: for --max-num-seqs whole sequences, at most 4GiB and a
+    /// quarter of the free memory]
+    #[arg(long, value_name = "SIZE", help_heading = "Capacity")]
+    pub kv_cache_memory: Option<ByteSize>,
+    /// The same as a number of blocks
+    #[arg(long, value_name = "N", conflicts_with = "kv_cache_memory", help_heading = "Capacity")]
+    pub kv_cache_blocks: Option<u32>,
+    /// Tokens of a KV block [default: 16]
+    #[arg(long, value_name = "TOKENS", help_heading = "Capacity")]
+    pub block_size: Option<usize>,
+    /// Sequences that run at a time [default: 256]
+    #[arg(long, value_name = "N", help_heading = "Capacity")]
+    pub max_num_seqs: Option<usize>,
+    /// Tokens of a step; longer prompts are read in chunks [default: 2048]
+    #[arg(long, value_name = "TOKENS", help_heading = "Capacity")]
+    pub max_num_batched_tokens: Option<usize>,
+    /// Sequences that may wait before requests are refused with 429 [default: 1024]
+    #[arg(long, value_name = "N", help_heading = "Capacity")]
+    pub max_queue: Option<usize>,
+    /// Compute equal beginnings of prompts every time
+    #[arg(
+        long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL",
+        hide_possible_values = true, help_heading = "Capacity"
+    )]
+    pub no_prefix_cache: Option<bool>,
+    /// Largest body of a request [default: 8MiB]
+    #[arg(long, value_name = "SIZE", help_heading = "Capacity")]
+    pub max_body: Option<ByteSize>,
+
+    /// Time for every FFN shard to have joined, from the start [default: 120s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub join_timeout: Option<Span>,
+    /// Time without an answer or any progress after which an FFN rank is lost; grows with the rows sent [default: 5s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub hop_timeout: Option<Span>,
+    /// Time for a lost FFN rank to be replaced before its requests fail [default: 30s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub ffn_loss_timeout: Option<Span>,
+    /// Time for running requests when the process is told to end (SIGTERM) [default: 30s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub drain_timeout: Option<Span>,
+
+    /// How log lines look, on standard error: text or json [default: text]
+    #[arg(long, value_name = "FORMAT", help_heading = "Logs")]
+    pub log_format: Option<LogFormat>,
+    /// A level, or levels by module, such as info or warn,attention_svc=debug [default: info]
+    #[arg(long, value_name = "FILTER", help_heading = "Logs")]
+    pub log_level: Option<String>,
+
+    /// TOML file with these options under the same names; the command line wins
+    #[arg(long, value_name = "FILE")]
+    #[serde(skip)]
+    pub config: Option<PathBuf>,
+}

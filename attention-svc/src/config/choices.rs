@@ -1,0 +1,149 @@
+//! Options that are one of a few words.
+use std::fmt;
+use std::str::FromStr;
+
+use afd_common::identity::GatePlacement;
+use afd_common::link::LinkKind;
+use serde::{Deserialize, Serialize};
+
+/// Where the FFN is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "OneOrMany", into = "OneOrMany")]
+pub enum FfnTarget {
+    /// In this process.
+    Local,
+    /// Behind these names, `host:port` each; at least one.
+    Remote(Vec<String>),
+}
+
+/// In a file the addresses may be a list.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl FromStr for FfnTarget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "local" {
+            return Ok(Self::Local);
+        }
+        let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
+        match names.iter().find(|name| !is_address(name)) {
+            Some(name) => Err(format!("{name:?} is no address; write host:port, or local")),
+            None => Ok(Self::Remote(names)),
+        }
+    }
+}
+
+/// `host:port`, the host a name or an address.
+pub(super) fn is_address(text: &str) -> bool {
+    text.rsplit_once(':').is_some_and(|(host, port)| {
+        !host.is_empty() && !host.contains(['/', ' ']) && port.parse::<u16>().is_ok_and(|port| port > 0)
+    })
+}
+
+impl TryFrom<OneOrMany> for FfnTarget {
+    type Error = String;
+
+    fn try_from(value: OneOrMany) -> Result<Self, String> {
+        match value {
+            OneOrMany::One(text) => text.parse(),
+            OneOrMany::Many(names) => names.join(",").parse(),
+        }
+    }
+}
+
+impl From<FfnTarget> for OneOrMany {
+    fn from(target: FfnTarget) -> Self {
+        match target {
+            FfnTarget::Local => Self::One("local".into()),
+            FfnTarget::Remote(names) => Self::Many(names),
+        }
+    }
+}
+
+/// How rows travel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LinkChoice {
+    /// The best kind that both ends offer.
+    #[default]
+    Auto,
+    /// A ring in shared memory; the FFN must be on this host.
+    Shm,
+    /// Frames on a TCP connection.
+    Tcp,
+    /// Frames in a gRPC stream.
+    Inline,
+}
+
+impl LinkChoice {
+    /// Kinds to offer, the best first.
+    pub fn kinds(self) -> Vec<LinkKind> {
+        match self {
+            Self::Auto => vec![LinkKind::Shm, LinkKind::Tcp, LinkKind::Inline],
+            Self::Shm => vec![LinkKind::Shm],
+            Self::Tcp => vec![LinkKind::Tcp],
+            Self::Inline => vec![LinkKind::Inline],
+        }
+    }
+}
+
+impl FromStr for LinkChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "shm" => Ok(Self::Shm),
+            "tcp" => Ok(Self::Tcp),
+            "inline" => Ok(Self::Inline),
+            other => Err(format!("{other:?} is no kind of link; known are auto, shm, tcp and inline")),
+        }
+    }
+}
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LoadFormat {
+    /// The checkpoint.
+    #[default]
+    Auto,
+    /// Made up.
+    Dummy,
+}
+
+impl FromStr for LoadFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "dummy" => Ok(Self::Dummy),
+            other => Err(format!("{other:?} is no load format; known are auto and dummy")),
+        }
+    }
+}
+
+impl fmt::Display for LoadFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Dummy => "dummy",
+        })
+    }
+}
+
+/// `--gate`.
+pub(super) fn parse_gate(text: &str) -> Result<GatePlacement, String> {
+    match text {
+        "ffn" => Ok(GatePlacement::Ffn),
+        "attention" => Ok(GatePlacement::Attention),
+        other => Err(format!("{other:?} is no side; known are ffn and attention")),
+    }
+}

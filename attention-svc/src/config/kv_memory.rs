@@ -1,0 +1,134 @@
+//! How large the KV cache is, and how long a sequence may be with it. Pure but for [`available_memory`].
+use afd_common::config::units::ByteSize;
+
+use super::{OptionError, refuse};
+
+/// Most that is taken without being asked.
+const AUTO_BYTES: u64 = 4 << 30;
+
+/// What the user says about the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvRequest {
+    /// Nothing.
+    Auto,
+    /// So much memory.
+    Memory(ByteSize),
+    /// So many blocks.
+    Blocks(u32),
+}
+
+/// What comes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPlan {
+    /// Blocks of the cache.
+    pub num_blocks: u32,
+    /// Most tokens of a sequence; at least one such sequence fits the cache.
+    pub max_model_len: usize,
+    /// Whether it is shorter than the model allows because the cache is small.
+    pub shortened: bool,
+}
+
+impl KvRequest {
+    /// Sizes the cache. `model_len` is what the model was trained for, `asked_len` what the user wants,
+    /// `available` the free memory of the machine, bytes.
+    ///
+    /// # Errors
+    /// [`OptionError`] when what was asked for does not fit together.
+    pub fn plan(
+        self,
+        bytes_per_block: usize,
+        block_size: usize,
+        max_num_seqs: usize,
+        model_len: usize,
+        asked_len: Option<usize>,
+        available: u64,
+    ) -> Result<KvPlan, OptionError> {
+        if let Some(asked) = asked_len.filter(|asked| *asked > model_len) {
+            return refuse(
+                "--max-model-len",
+                format!("is {asked}; the model was made for at most {model_len} tokens"),
+            );
+        }
+        let wanted_len = asked_len.unwrap_or(model_len);
+        let per_sequence = wanted_len.div_ceil(block_size) as u64;
+        let bytes_per_block = (bytes_per_block as u64).max(1);
+        let num_blocks = match self {
+            Self::Blocks(blocks) => u64::from(blocks),
+            Self::Memory(ByteSize(bytes)) => bytes / bytes_per_block,
+            Self::Auto => {
+                let affordable = AUTO_BYTES.min(available / 4) / bytes_per_block;
+                // One whole sequence is worth more memory than that, if there is any.
+                let one = per_sequence.min(available / 2 / bytes_per_block);
+                (per_sequence * max_num_seqs as u64).min(affordable).max(one)
+            }
+        };
+        let num_blocks = u32::try_from(num_blocks).unwrap_or(u32::MAX);
+        let fits = num_blocks as usize * block_size;
+        let size = ByteSize(u64::from(num_blocks) * bytes_per_block);
+        if fits < 2 {
+            let need = ByteSize(bytes_per_block);
+            let given = if let Self::Memory(given) = self { given } else { size };
+            return refuse("--kv-cache-memory", format!("{given} has no room for a block of {need}"));
+        }
+        match asked_len {
+            Some(asked) if asked > fits => {
+                let need = ByteSize(per_sequence * bytes_per_block);
+                let what = format!(
+                    "is {asked}, which needs {need} of KV cache; there are {size} (--kv-cache-memory)"
+                );
+                refuse("--max-model-len", what)
+            }
+            _ => Ok(KvPlan { num_blocks, max_model_len: wanted_len.min(fits), shortened: fits < wanted_len }),
+        }
+    }
+}
+
+/// Free memory of this machine, or of its container where that has less, bytes.
+pub fn available_memory() -> u64 {
+    let of_machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
+    });
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let of_container = number("/sys/fs/cgroup/memory.max")
+        .zip(number("/sys/fs/cgroup/memory.current"))
+        .map(|(max, current)| max.saturating_sub(current));
+    of_machine.into_iter().chain(of_container).min().unwrap_or(AUTO_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(request: KvRequest, asked_len: Option<usize>, available: u64) -> Result<KvPlan, OptionError> {
+        // A block of 16 tokens takes 1 MiB; the model was made for 1600 tokens: 100 blocks.
+        request.plan(1 << 20, 16, 8, 1600, asked_len, available)
+    }
+
+    #[test]
+    fn the_default_serves_as_many_sequences_as_memory_allows() {
+        let gib = 1u64 << 30;
+        assert_eq!(plan(KvRequest::Auto, None, 64 * gib).unwrap().num_blocks, 800);
+        assert_eq!(plan(KvRequest::Auto, None, gib).unwrap().num_blocks, 256);
+        assert_eq!(plan(KvRequest::Auto, None, gib / 4).unwrap().num_blocks, 100);
+        let small = plan(KvRequest::Auto, None, gib / 16).unwrap();
+        assert_eq!((small.num_blocks, small.max_model_len, small.shortened), (32, 512, true));
+    }
+
+    #[test]
+    fn what_was_asked_for_must_fit_together() {
+        let memory = KvRequest::Memory(ByteSize(50 << 20));
+        assert_eq!(
+            plan(memory, None, 0).unwrap(),
+            KvPlan { num_blocks: 50, max_model_len: 800, shortened: true }
+        );
+        assert_eq!(plan(memory, Some(800), 0).unwrap().max_model_len, 800);
+        let error = plan(memory, Some(801), 0).unwrap_err().to_string();
+        assert!(
+            error.contains("--max-model-len") && error.contains("51MiB") && error.contains("50MiB"),
+            "{error}"
+        );
+        assert!(plan(memory, Some(1601), 0).unwrap_err().to_string().contains("1600"));
+        assert!(plan(KvRequest::Memory(ByteSize(5)), None, 0).is_err());
+    }
+}

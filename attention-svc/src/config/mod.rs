@@ -1,0 +1,288 @@
+//! What `attention-svc serve` is told, checked once. Nothing after this module looks at options.
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use afd_common::config::dtype::DtypeChoice;
+use afd_common::config::file::{self, FileError};
+use afd_common::config::units::ByteSize;
+use afd_common::identity::GatePlacement;
+use afd_common::telemetry::LogConfig;
+
+mod args;
+mod choices;
+mod kv_memory;
+
+pub use args::ServeArgs;
+pub use choices::{FfnTarget, LinkChoice, LoadFormat};
+pub use kv_memory::{KvPlan, KvRequest, available_memory};
+
+use crate::scheduler::StageRules;
+
+/// An option that cannot be used; one line that names it and its value.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// A file of options.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// An option, from the command line or the file.
+    #[error("{option}: {what}")]
+    Option {
+        /// As on the command line.
+        option: &'static str,
+        /// Found and expected.
+        what: String,
+    },
+}
+
+fn refuse<T>(option: &'static str, what: impl Into<String>) -> Result<T, OptionError> {
+    Err(OptionError::Option { option, what: what.into() })
+}
+
+/// Everything that `serve` is told.
+#[derive(Clone, Debug)]
+pub struct ServeConfig {
+    /// The checkpoint.
+    pub model: ModelSource,
+    /// Where it is reached.
+    pub address: AddressConfig,
+    /// The way to the FFN.
+    pub ffn: FfnConfig,
+    /// How much it takes on.
+    pub capacity: CapacityConfig,
+    /// How long running requests have when the process is told to end.
+    pub drain_timeout: Duration,
+    /// Logs.
+    pub log: LogConfig,
+}
+
+/// The checkpoint.
+#[derive(Clone, Debug)]
+pub struct ModelSource {
+    /// A folder that exists.
+    pub folder: PathBuf,
+    /// Name that requests use, not empty.
+    pub name: String,
+    /// To compute in.
+    pub dtype: DtypeChoice,
+    /// Where weights come from.
+    pub load_format: LoadFormat,
+    /// Of dummy weights.
+    pub seed: u64,
+    /// Asked for by the user, at least 2.
+    pub max_model_len: Option<usize>,
+}
+
+/// Where the process is reached.
+#[derive(Clone, Debug)]
+pub struct AddressConfig {
+    /// To bind.
+    pub listen: SocketAddr,
+    /// For others, `host:port`.
+    pub advertise: Option<String>,
+    /// Where to write the address.
+    pub file: Option<PathBuf>,
+}
+
+/// The way to the FFN.
+#[derive(Clone, Debug)]
+pub struct FfnConfig {
+    /// Where it is.
+    pub target: FfnTarget,
+    /// This attention rank.
+    pub rank: u32,
+    /// 1 to 128 characters.
+    pub deployment: String,
+    /// How rows travel.
+    pub link: LinkChoice,
+    /// Which side routes.
+    pub gate: GatePlacement,
+    /// Empty when there is none.
+    pub join_token: String,
+    /// For every shard to have joined.
+    pub join_timeout: Duration,
+    /// For an answer or progress.
+    pub hop_timeout: Duration,
+    /// For a replacement.
+    pub loss_timeout: Duration,
+}
+
+/// How much the process takes on. All numbers are at least 1.
+#[derive(Clone, Debug)]
+pub struct CapacityConfig {
+    /// Tensor threads.
+    pub threads: usize,
+    /// KV cache.
+    pub kv_cache: KvRequest,
+    /// Tokens of a KV block.
+    pub block_size: usize,
+    /// Sequences at a time.
+    pub max_num_seqs: usize,
+    /// Tokens of a step, at least `max_num_seqs`.
+    pub max_num_batched_tokens: usize,
+    /// Sequences that may wait.
+    pub max_queue: usize,
+    /// Whether equal beginnings are computed once.
+    pub prefix_cache: bool,
+    /// How steps are split.
+    pub stages: StageRules,
+    /// Largest body, bytes.
+    pub max_body_bytes: usize,
+}
+
+impl ServeConfig {
+    /// Reads the `--config` file, if there is one, fills in defaults and checks everything.
+    ///
+    /// # Errors
+    /// [`OptionError`] names the option and its value.
+    pub fn new(args: ServeArgs) -> Result<Self, OptionError> {
+        let args = match &args.config {
+            Some(path) => file::overlay(path, &args)?,
+            None => args,
+        };
+        Ok(Self {
+            model: ModelSource::new(&args)?,
+            address: AddressConfig::new(&args)?,
+            ffn: FfnConfig::new(&args)?,
+            capacity: CapacityConfig::new(&args)?,
+            drain_timeout: args.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
+            log: LogConfig {
+                format: args.log_format.unwrap_or_default(),
+                filter: args.log_level.unwrap_or_else(|| "info".into()),
+            },
+        })
+    }
+}
+
+impl ModelSource {
+    fn new(args: &ServeArgs) -> Result<Self, OptionError> {
+        let Some(folder) = args.model.clone() else {
+            return refuse("--model", "is missing: give a checkpoint folder");
+        };
+        if !folder.is_dir() {
+            return refuse("--model", format!("{} is not a folder", folder.display()));
+        }
+        let folder_name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+        let folder_name = folder_name.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = args.served_model_name.clone().or(folder_name).unwrap_or_else(|| "model".into());
+        if name.is_empty() || name.len() > 256 {
+            return refuse("--served-model-name", format!("{name:?}: must have 1 to 256 characters"));
+        }
+        if args.max_model_len.is_some_and(|len| len < 2) {
+            return refuse("--max-model-len", "must be at least 2: a token to read and one to write");
+        }
+        Ok(Self {
+            folder,
+            name,
+            dtype: args.dtype.unwrap_or_default(),
+            load_format: args.load_format.unwrap_or_default(),
+            seed: args.seed.unwrap_or(0),
+            max_model_len: args.max_model_len,
+        })
+    }
+}
+
+impl AddressConfig {
+    fn new(args: &ServeArgs) -> Result<Self, OptionError> {
+        if let Some(address) = args.advertise.as_deref().filter(|address| !choices::is_address(address)) {
+            return refuse("--advertise", format!("{address:?} is no address; write host:port"));
+        }
+        Ok(Self {
+            listen: args.listen.unwrap_or(SocketAddr::from((Ipv4Addr::LOCALHOST, 8000))),
+            advertise: args.advertise.clone(),
+            file: args.address_file.clone(),
+        })
+    }
+}
+
+impl FfnConfig {
+    fn new(args: &ServeArgs) -> Result<Self, OptionError> {
+        let Some(target) = args.ffn.clone() else {
+            return refuse("--ffn", "is missing: give the addresses of FFN ranks, or local");
+        };
+        let deployment = args.deployment.clone().unwrap_or_else(|| "default".into());
+        if deployment.is_empty() || deployment.len() > 128 {
+            return refuse("--deployment", format!("{deployment:?}: must have 1 to 128 characters"));
+        }
+        let time = |option, span: Option<afd_common::config::units::Span>, default| match span.map(|s| s.0) {
+            Some(Duration::ZERO) => refuse(option, "must be longer than 0"),
+            given => Ok(given.unwrap_or(Duration::from_secs(default))),
+        };
+        Ok(Self {
+            target,
+            rank: args.rank.unwrap_or(0),
+            deployment,
+            link: args.link.unwrap_or_default(),
+            gate: args.gate.unwrap_or_default(),
+            join_token: join_token(args.join_token_file.as_deref())?,
+            join_timeout: time("--join-timeout", args.join_timeout, 120)?,
+            hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,
+            loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
+        })
+    }
+}
+
+fn join_token(file: Option<&Path>) -> Result<String, OptionError> {
+    let Some(path) = file else { return Ok(String::new()) };
+    match std::fs::read_to_string(path) {
+        Ok(token) if token.trim().is_empty() => {
+            refuse("--join-token-file", format!("{} is empty", path.display()))
+        }
+        Ok(token) => Ok(token.trim().to_owned()),
+        Err(error) => refuse("--join-token-file", format!("{}: {error}", path.display())),
+    }
+}
+
+impl CapacityConfig {
+    fn new(args: &ServeArgs) -> Result<Self, OptionError> {
+        let at_least_1 = |option, value: Option<usize>, default: usize| match value {
+            Some(0) => refuse(option, "is 0; must be at least 1"),
+            value => Ok(value.unwrap_or(default)),
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let max_num_batched_tokens =
+            at_least_1("--max-num-batched-tokens", args.max_num_batched_tokens, 2048)?;
+        // The default follows a smaller step; what the user says must fit.
+        let max_num_seqs = at_least_1("--max-num-seqs", args.max_num_seqs, 256.min(max_num_batched_tokens))?;
+        if max_num_seqs > max_num_batched_tokens {
+            let what = format!(
+                "is {max_num_batched_tokens}, fewer than --max-num-seqs {max_num_seqs}: running requests would starve"
+            );
+            return refuse("--max-num-batched-tokens", what);
+        }
+        let mut stages = StageRules::default();
+        match args.stages {
+            Some(max_stages @ 1..=4) => stages.max_stages = max_stages,
+            Some(other) => return refuse("--stages", format!("is {other}; must be 1 to 4")),
+            None => {}
+        }
+        let kv_cache = match (args.kv_cache_memory, args.kv_cache_blocks) {
+            (Some(_), Some(_)) => {
+                return refuse("--kv-cache-blocks", "cannot be given with --kv-cache-memory");
+            }
+            (_, Some(0)) => return refuse("--kv-cache-blocks", "is 0; must be at least 1"),
+            (Some(memory), None) => KvRequest::Memory(memory),
+            (None, Some(blocks)) => KvRequest::Blocks(blocks),
+            (None, None) => KvRequest::Auto,
+        };
+        let max_body = args.max_body.unwrap_or(ByteSize(8 << 20));
+        Ok(Self {
+            threads: at_least_1("--threads", args.threads, cores)?,
+            kv_cache,
+            block_size: at_least_1("--block-size", args.block_size, 16)?,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_queue: at_least_1("--max-queue", args.max_queue, 1024)?,
+            prefix_cache: !args.no_prefix_cache.unwrap_or(false),
+            stages,
+            max_body_bytes: at_least_1(
+                "--max-body",
+                Some(usize::try_from(max_body.0).unwrap_or(usize::MAX)),
+                1,
+            )?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+use std::io::Write;
+
+use clap::Parser;
+
+use super::*;
+use crate::cli::{Cli, Command};
+
+fn parse(args: &[&str]) -> Result<ServeConfig, String> {
+    let all = ["attention-svc", "serve"].iter().chain(args);
+    match Cli::try_parse_from(all).map_err(|e| e.to_string())?.command {
+        Command::Serve(args) => ServeConfig::new(*args).map_err(|e| e.to_string()),
+        other => Err(format!("{other:?}")),
+    }
+}
+
+fn with(more: &[&str]) -> Result<ServeConfig, String> {
+    parse(&[&["--model", ".", "--ffn", "local"], more].concat())
+}
+
+#[test]
+fn little_must_be_said() {
+    let config = with(&[]).unwrap();
+    assert_eq!(config.address.listen.to_string(), "127.0.0.1:8000");
+    assert_eq!(config.model.name, "attention-svc");
+    assert_eq!(config.capacity.max_num_seqs, 256);
+    assert!(config.capacity.prefix_cache);
+    assert!(!with(&["--no-prefix-cache"]).unwrap().capacity.prefix_cache);
+    assert_eq!(with(&["--max-num-batched-tokens", "32"]).unwrap().capacity.max_num_seqs, 32);
+}
+
+#[test]
+fn a_wrong_option_is_named_with_its_value() {
+    for (args, parts) in [
+        (&["--model", "/nowhere/at/all"][..], &["--model", "/nowhere/at/all"][..]),
+        (&["--ffn", "a:1,b"], &["--ffn", "\"b\""]),
+        (&["--ffn", "a:0"], &["--ffn", "\"a:0\""]),
+        (&["--listen", "nonsense"], &["--listen", "nonsense"]),
+        (&["--link", "pigeon"], &["--link", "pigeon", "tcp"]),
+        (&["--gate", "nobody"], &["--gate", "nobody"]),
+        (&["--dtype", "float8"], &["--dtype", "float8"]),
+        (&["--kv-cache-memory", "lots"], &["--kv-cache-memory", "lots", "1.5GiB"]),
+        (&["--join-timeout", "soon"], &["--join-timeout", "soon"]),
+        (&["--hop-timeout", "0s"], &["--hop-timeout"]),
+        (&["--max-num-batched-tokens", "8", "--max-num-seqs", "9"], &["--max-num-batched-tokens", "8", "9"]),
+        (&["--stages", "5"], &["--stages", "5"]),
+        (&["--threads", "0"], &["--threads", "0"]),
+        (&["--max-model-len", "1"], &["--max-model-len"]),
+        (&["--join-token-file", "/nowhere"], &["--join-token-file", "/nowhere"]),
+        (&["--advertise", "host"], &["--advertise", "host"]),
+        (&["--log-format", "xml"], &["--log-format", "xml"]),
+        (&["--max-queu", "1"], &["--max-queu", "--max-queue"]),
+    ] {
+        let base: &[&str] = if args[0] == "--model" || args[0] == "--ffn" { &[] } else { &["--model", "."] };
+        let base = if args[0] == "--ffn" { &["--model", "."] } else { base };
+        let ffn: &[&str] = if args[0] == "--ffn" { &[] } else { &["--ffn", "local"] };
+        let error = parse(&[base, ffn, args].concat()).expect_err(args[0]);
+        for part in parts {
+            assert!(error.contains(part), "{args:?}: {error}");
+        }
+    }
+    assert!(parse(&["--model", "."]).unwrap_err().contains("--ffn"));
+    assert!(parse(&["--ffn", "local"]).unwrap_err().contains("--model"));
+}
+
+#[test]
+fn a_file_says_the_same_and_the_command_line_wins() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    writeln!(
+        file,
+        "model = \".\"\nffn = [\"a:1\", \"b:2\"]\nmax-queue = 7\nkv-cache-memory = \"1GiB\"\njoin-timeout = 5\nno-prefix-cache = true\ndtype = \"float32\"\nlink = \"inline\"\ngate = \"attention\""
+    )
+    .unwrap();
+    let path = file.path().to_str().unwrap().to_owned();
+    let path = path.as_str();
+    let config = parse(&["--config", path, "--max-queue", "8"]).unwrap();
+    assert_eq!(config.ffn.target, FfnTarget::Remote(vec!["a:1".into(), "b:2".into()]));
+    assert_eq!(config.capacity.max_queue, 8);
+    assert_eq!(config.capacity.kv_cache, KvRequest::Memory(ByteSize(1 << 30)));
+    assert_eq!(config.ffn.join_timeout, Duration::from_secs(5));
+    assert_eq!(config.ffn.link.kinds(), [afd_common::link::LinkKind::Inline]);
+    assert!(!config.capacity.prefix_cache);
+    writeln!(file, "max-queu = 1").unwrap();
+    let error = parse(&["--config", path]).unwrap_err();
+    for part in [path, "`max-queu`", "max-queue", "line 10"] {
+        assert!(error.contains(part), "{error}");
+    }
+}

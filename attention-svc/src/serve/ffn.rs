@@ -1,0 +1,160 @@
+//! The way to the FFN as the options say: ranks of its own behind `--ffn`, or an engine in this process.
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use afd_common::identity::GatePlacement;
+use afd_common::ids::Shard;
+use afd_common::link::LinkKind;
+use afd_common::proto::v1;
+use afd_common::telemetry::Metrics;
+use ffn_svc::engine::{EngineHandle as FfnEngine, EngineMetrics as FfnEngineMetrics, EngineOptions};
+use ffn_svc::model::FfnModel;
+use tokio_util::sync::CancellationToken;
+
+use super::ServeError;
+use super::model::Loaded;
+use crate::api::FfnPeers;
+use crate::config::{FfnConfig, FfnTarget, ServeConfig};
+use crate::remote_ffn::connect::{self, Way};
+use crate::remote_ffn::control::{ControlSettings, PeerState};
+use crate::remote_ffn::directory::{Directory, DirectoryError};
+use crate::remote_ffn::port::PortSettings;
+
+/// Added to the hop timeout per outstanding row, so that a long prefill is not taken for a death.
+const HOP_TIMEOUT_PER_ROW: Duration = Duration::from_millis(5);
+/// For each of connecting, joining, opening links and attaching.
+const PHASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What runs beside the engine.
+pub(super) enum Running {
+    Local(FfnEngine),
+    Remote {
+        directory: Arc<Directory>,
+        task: tokio::task::JoinHandle<()>,
+        stop: CancellationToken,
+        join_timeout: Duration,
+    },
+}
+
+/// Opens the way; ranks join in the background.
+pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, Running), ServeError> {
+    let port = PortSettings {
+        hidden_size: u32::try_from(loaded.config.hidden_size).unwrap_or(u32::MAX),
+        rows: loaded.rows,
+        rank: config.ffn.rank,
+        hop_timeout: config.ffn.hop_timeout,
+        hop_timeout_per_row: HOP_TIMEOUT_PER_ROW,
+        loss_timeout: config.ffn.loss_timeout,
+    };
+    let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
+    let credits = config.capacity.stages.max_stages as u32;
+    match &config.ffn.target {
+        FfnTarget::Local => {
+            let engine = local_engine(loaded, config.ffn.gate, max_rows)?;
+            let way = connect::in_process(&engine, port, credits, max_rows)
+                .map_err(|e| ServeError::LocalFfn(e.to_string()))?;
+            Ok((way, Running::Local(engine)))
+        }
+        FfnTarget::Remote(names) => {
+            let control = ControlSettings {
+                identity: identity(&config.ffn),
+                model: loaded.identity.clone(),
+                link_kinds: config.ffn.link.kinds(),
+                max_stages: credits,
+                max_tokens_per_stage: max_rows,
+                max_row_bytes: loaded.max_row_bytes(config.ffn.gate),
+                join_token: config.ffn.join_token.clone(),
+                phase_timeout: PHASE_TIMEOUT,
+            };
+            let (way, directory) = connect::remote(names.clone(), control, port);
+            let stop = CancellationToken::new();
+            let task = tokio::spawn(Arc::clone(&directory).run(stop.clone()));
+            let join_timeout = config.ffn.join_timeout;
+            Ok((way, Running::Remote { directory, task, stop, join_timeout }))
+        }
+    }
+}
+
+fn local_engine(loaded: &Loaded, gate: GatePlacement, max_rows: u32) -> Result<FfnEngine, ServeError> {
+    let failed = |error: &dyn std::fmt::Display| ServeError::LocalFfn(error.to_string());
+    let model =
+        FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate).map_err(|e| failed(&e))?;
+    // Its numbers are not shown: in this mode there is no FFN rank to look at.
+    let metrics = FfnEngineMetrics::new(&Metrics::new())?;
+    let options = EngineOptions { max_rows, max_batch_rows: max_rows, metrics };
+    ffn_svc::engine::spawn(model, options).map_err(|e| failed(&e))
+}
+
+fn identity(config: &FfnConfig) -> v1::Identity {
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    v1::Identity {
+        deployment: config.deployment.clone(),
+        role: v1::Role::Attention.into(),
+        rank: config.rank,
+        incarnation: u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX),
+    }
+}
+
+impl Running {
+    /// Waits until every shard has a rank.
+    pub(super) async fn wait_joined(&self) -> Result<(), DirectoryError> {
+        match self {
+            Self::Local(_) => Ok(()),
+            Self::Remote { directory, join_timeout, .. } => directory.wait_ready(*join_timeout).await,
+        }
+    }
+
+    /// Lists the ranks in use.
+    pub(super) fn peers(&self) -> FfnPeers {
+        match self {
+            Self::Local(_) => {
+                Arc::new(|| vec![peer("in this process".into(), Shard::WHOLE, LinkKind::Loopback)])
+            }
+            Self::Remote { directory, .. } => {
+                let directory = Arc::clone(directory);
+                Arc::new(move || {
+                    let up = |(address, state): (std::net::SocketAddr, PeerState)| match state {
+                        PeerState::Up { shard, link } => Some(peer(address.to_string(), shard, link)),
+                        _ => None,
+                    };
+                    directory.peers().into_iter().filter_map(up).collect()
+                })
+            }
+        }
+    }
+
+    /// Says in a sentence how every rank stands.
+    pub(super) fn describe(&self) -> Arc<dyn Fn() -> String + Send + Sync> {
+        match self {
+            Self::Local(_) => Arc::new(|| "the FFN in this process is not ready".into()),
+            Self::Remote { directory, .. } => {
+                let directory = Arc::clone(directory);
+                Arc::new(move || directory.describe())
+            }
+        }
+    }
+
+    /// Ends it, after the engine that used it.
+    pub(super) async fn stop(self) {
+        match self {
+            Self::Local(engine) => {
+                // Its thread is about to see that nobody is there; joining it may block for a batch.
+                let stopped = tokio::task::spawn_blocking(move || drop(engine)).await;
+                if let Err(error) = stopped {
+                    tracing::error!(%error, "stopping the FFN engine failed");
+                }
+            }
+            Self::Remote { task, stop, .. } => {
+                stop.cancel();
+                if tokio::time::timeout(PHASE_TIMEOUT, task).await.is_err() {
+                    tracing::warn!("the FFN control tasks did not end in time");
+                }
+            }
+        }
+    }
+}
+
+fn peer(address: String, shard: Shard, link: LinkKind) -> v1::FfnPeer {
+    let shard = v1::ShardSpec { index: shard.index(), count: shard.count() };
+    v1::FfnPeer { address, shard: Some(shard), link: link.to_string() }
+}

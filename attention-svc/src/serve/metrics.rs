@@ -1,0 +1,119 @@
+//! Numbers that engine, links and port keep as plain atomics, under their names in Prometheus.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use afd_common::net::NetStats;
+use afd_common::telemetry::metrics::{ReadKind, Sample};
+use afd_common::telemetry::{MetricError, Metrics};
+
+use crate::api::FfnPeers;
+use crate::engine::EngineMetrics;
+use crate::remote_ffn::stats::FfnStats;
+
+fn one(value: f64) -> Vec<Sample> {
+    vec![Sample { labels: Vec::new(), value }]
+}
+
+/// The engine's.
+pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(), MetricError> {
+    let show = |kind, name: &str, help: &str, read: fn(&EngineMetrics) -> f64| {
+        let engine = Arc::clone(engine);
+        metrics.read_when_asked(kind, name, help, &[], move || one(read(&engine)))
+    };
+    use ReadKind::{Counter, Gauge};
+    show(Gauge, "vllm:num_requests_running", "Sequences that hold KV blocks.", |m| m.running.get() as f64)?;
+    show(Gauge, "vllm:num_requests_waiting", "Sequences that wait for KV blocks.", |m| {
+        m.waiting.get() as f64
+    })?;
+    show(Gauge, "vllm:kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1.", |m| {
+        m.kv_blocks_used.get() as f64 / (m.kv_blocks_total.get() as f64).max(1.0)
+    })?;
+    show(Gauge, "afd_kv_blocks_used", "KV blocks in use.", |m| m.kv_blocks_used.get() as f64)?;
+    show(Gauge, "afd_kv_blocks_total", "KV blocks there are.", |m| m.kv_blocks_total.get() as f64)?;
+    show(Gauge, "afd_ffn_ready", "1 while every FFN shard has a warm rank.", |m| m.ffn_ready.get() as f64)?;
+    show(Counter, "vllm:num_preemptions_total", "Times a sequence gave up its blocks.", |m| {
+        m.preemptions.get() as f64
+    })?;
+    show(Counter, "vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |m| {
+        m.prefix_queries.get() as f64
+    })?;
+    show(Counter, "vllm:prefix_cache_hits_total", "Tokens found in the prefix cache.", |m| {
+        m.prefix_hits.get() as f64
+    })?;
+    show(Counter, "afd_steps_total", "Steps begun.", |m| m.steps.get() as f64)?;
+    show(Counter, "afd_steps_failed_total", "Steps given up.", |m| m.steps_failed.get() as f64)?;
+    show(Counter, "afd_tokens_prefilled_total", "Prompt tokens computed.", |m| {
+        m.tokens_prefilled.get() as f64
+    })?;
+    show(Counter, "afd_tokens_generated_total", "Tokens chosen.", |m| m.tokens_generated.get() as f64)?;
+    let times: [(&str, fn(&EngineMetrics) -> u64); 6] = [
+        ("schedule", |m| m.schedule_us.get()),
+        ("attention", |m| m.attention_us.get()),
+        ("dispatch", |m| m.dispatch_us.get()),
+        ("ffn_wait", |m| m.ffn_wait_us.get()),
+        ("sample", |m| m.sample_us.get()),
+        ("step", |m| m.step_us.get()),
+    ];
+    let engine = Arc::clone(engine);
+    let help = "Where the engine's time went; ffn_wait is the bubble, step all of it.";
+    metrics.read_when_asked(Counter, "afd_engine_seconds_total", help, &["part"], move || {
+        let sample = |(part, read): &(&str, fn(&EngineMetrics) -> u64)| Sample {
+            labels: vec![(*part).to_owned()],
+            value: read(&engine) as f64 / 1e6,
+        };
+        times.iter().map(sample).collect()
+    })
+}
+
+/// The way to the FFN.
+pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> Result<(), MetricError> {
+    let show = |name: &str, help: &str, scale: f64, read: fn(&FfnStats) -> &AtomicU64| {
+        let stats = Arc::clone(stats);
+        let read = move || one(read(&stats).load(Relaxed) as f64 * scale);
+        metrics.read_when_asked(ReadKind::Counter, name, help, &[], read)
+    };
+    show("afd_hops_total", "Hops dispatched.", 1.0, |s| &s.hops)?;
+    show("afd_hop_rows_total", "Rows of these.", 1.0, |s| &s.rows)?;
+    show("afd_hop_wait_seconds_total", "Time the engine waited for combines.", 1e-6, |s| &s.wait_us)?;
+    show("afd_ffn_losses_total", "FFN ranks lost.", 1.0, |s| &s.losses)?;
+    show("afd_hop_replays_total", "Parts of hops sent again.", 1.0, |s| &s.replays)?;
+    show("afd_plans_dropped_total", "Plans that did not fit a queue.", 1.0, |s| &s.plans_dropped)?;
+    let dropped = Arc::clone(stats);
+    let help = "Answers that were not used, by why.";
+    metrics.read_when_asked(ReadKind::Counter, "afd_frames_dropped_total", help, &["reason"], move || {
+        [("unknown", &dropped.dropped_unknown), ("stale", &dropped.dropped_stale)]
+            .map(|(reason, count)| Sample { labels: vec![reason.into()], value: count.load(Relaxed) as f64 })
+            .into()
+    })?;
+    let labels = ["address", "shard", "kind"];
+    metrics.read_when_asked(
+        ReadKind::Gauge,
+        "afd_ffn_peer",
+        "1 for every FFN rank in use.",
+        &labels,
+        move || {
+            let sample = |peer: afd_common::proto::v1::FfnPeer| {
+                let shard = peer.shard.map_or_else(String::new, |s| format!("{}/{}", s.index, s.count));
+                Sample { labels: vec![peer.address, shard, peer.link], value: 1.0 }
+            };
+            peers().into_iter().map(sample).collect()
+        },
+    )
+}
+
+/// The listening port.
+pub(super) fn port(metrics: &Metrics, stats: &Arc<NetStats>) -> Result<(), MetricError> {
+    let (open, accepted, refused) = (Arc::clone(stats), Arc::clone(stats), Arc::clone(stats));
+    let help = "Connections that are open.";
+    metrics.read_when_asked(ReadKind::Gauge, "afd_connections_open", help, &[], move || {
+        one(open.counts().open as f64)
+    })?;
+    let help = "Connections served.";
+    metrics.read_when_asked(ReadKind::Counter, "afd_connections_total", help, &[], move || {
+        one(accepted.counts().accepted as f64)
+    })?;
+    let help = "Connections closed at once because there were too many.";
+    metrics.read_when_asked(ReadKind::Counter, "afd_connections_refused_total", help, &[], move || {
+        one(refused.counts().refused as f64)
+    })
+}

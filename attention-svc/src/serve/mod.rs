@@ -1,0 +1,221 @@
+//! A running attention rank, put together from its configuration: model, way to the FFN, engine, API, one port.
+//!
+//! `Server::start` builds everything and serves; `Server::run` waits for the end, whatever its cause, and drains.
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use afd_common::net::{Drained, Listener, NetError, Options};
+use afd_common::telemetry::{MetricError, Metrics};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+mod ffn;
+mod metrics;
+mod model;
+mod readiness;
+
+use crate::api::{self, Api, ApiLimits, ApiParts, Readiness};
+use crate::config::{OptionError, ServeConfig};
+use crate::engine::{self, EngineDeath, EngineHandle, EngineStartError};
+use crate::model::ModelError;
+use crate::remote_ffn::directory::DirectoryError;
+use crate::text::TextError;
+use afd_common::config::model::ConfigError;
+use afd_common::weights::WeightError;
+
+/// Time for answers on their way when everything else has ended.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// Why a rank does not start, or ends by itself. Each is one line that names what to change.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// An option.
+    #[error(transparent)]
+    Option(#[from] OptionError),
+    /// The port.
+    #[error("--listen: {0}")]
+    Net(#[from] NetError),
+    /// `--address-file`
+    #[error("--address-file {path}: {source}")]
+    AddressFile {
+        /// Which file.
+        path: String,
+        /// The system's own words.
+        source: std::io::Error,
+    },
+    /// The checkpoint's configuration.
+    #[error("--model: {0}")]
+    Config(#[from] ConfigError),
+    /// The checkpoint's tensors.
+    #[error("--model: {0}")]
+    Weights(#[from] WeightError),
+    /// The attention half of the model.
+    #[error("--model: {0}")]
+    Model(#[from] ModelError),
+    /// The tokenizer or the chat template.
+    #[error("--model: {0}")]
+    Text(#[from] TextError),
+    /// `generation_config.json`
+    #[error("--model: {0}")]
+    Generation(String),
+    /// The FFN half of the model, or its engine, in this process.
+    #[error("--ffn local: {0}")]
+    LocalFfn(String),
+    /// FFN ranks did not come, or refused.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// The engine's sizes.
+    #[error(transparent)]
+    EngineStart(#[from] EngineStartError),
+    /// The engine died.
+    #[error(transparent)]
+    EngineDied(#[from] EngineDeath),
+    /// Two metrics of one name: a mistake of this software.
+    #[error(transparent)]
+    Metric(#[from] MetricError),
+    /// Broken descriptors: a mistake of the build.
+    #[error("reflection: {0}")]
+    Reflection(#[from] tonic_reflection::server::Error),
+    /// A task of this process panicked.
+    #[error("internal error: {0}")]
+    Task(#[from] tokio::task::JoinError),
+}
+
+impl ServeError {
+    /// Whether another command line would have helped.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Self::Option(_) | Self::EngineStart(EngineStartError::Config(_)))
+    }
+}
+
+/// A rank that is being served.
+pub struct Server {
+    address: SocketAddr,
+    engine: EngineHandle,
+    engine_thread: JoinHandle<Result<(), EngineDeath>>,
+    ffn: ffn::Running,
+    readiness: watch::Sender<Readiness>,
+    readiness_task: tokio::task::JoinHandle<()>,
+    port: tokio::task::JoinHandle<Drained>,
+    stop_port: CancellationToken,
+    drain_timeout: Duration,
+}
+
+impl Server {
+    /// Takes the port, loads the model and serves. FFN ranks may come later: until they have, the rank is not ready.
+    ///
+    /// # Errors
+    /// [`ServeError`]; nothing is left running then.
+    pub async fn start(config: ServeConfig) -> Result<Self, ServeError> {
+        let begun = Instant::now();
+        afd_ffi::process::set_compute_threads(config.capacity.threads);
+        let listener = Listener::bind(config.address.listen).await?;
+        let address = listener.address();
+        let metrics = Metrics::new();
+
+        let (model_config, capacity) = (config.model.clone(), config.capacity.clone());
+        let gate = config.ffn.gate;
+        let loaded =
+            tokio::task::spawn_blocking(move || model::load(&model_config, &capacity, gate)).await??;
+        let (way, ffn) = ffn::open(&config, &loaded).await?;
+        let engine_config = loaded.engine_config(&config);
+        let engine_metrics = Arc::default();
+        let stats = Arc::clone(&way.stats);
+        let (engine, engine_thread) =
+            engine::spawn(engine_config, loaded.attention, Box::new(way.port), way.bell, engine_metrics)?;
+        metrics::engine(&metrics, engine.metrics())?;
+        metrics::ffn(&metrics, &stats, ffn.peers())?;
+        metrics::port(&metrics, &listener.stats())?;
+
+        let (readiness, readiness_receiver) = watch::channel(Readiness::Waiting("FFN ranks".into()));
+        let api = Api::new(ApiParts {
+            engine: Arc::new(engine.clone()),
+            model: loaded.served,
+            text: loaded.text,
+            limits: ApiLimits { max_body_bytes: config.capacity.max_body_bytes },
+            readiness: readiness_receiver,
+            ffn_peers: ffn.peers(),
+            metrics,
+        })?;
+        let router = api::router(api, tonic::service::Routes::default())?;
+        let stop_port = CancellationToken::new();
+        let options = Options { drain: FAREWELL, ..Options::default() };
+        let port = tokio::spawn(listener.serve(router, None, options, stop_port.clone()));
+        let readiness_task = readiness::follow(readiness.clone(), &engine, &stats, ffn.describe());
+        let shown = config.address.advertise.clone().unwrap_or_else(|| address.to_string());
+        if let Some(path) = &config.address.file {
+            write_address(path, &shown)?;
+        }
+        tracing::info!(address = shown, took_ms = begun.elapsed().as_millis() as u64, "listening");
+        Ok(Self {
+            address,
+            engine,
+            engine_thread,
+            ffn,
+            readiness,
+            readiness_task,
+            port,
+            stop_port,
+            drain_timeout: config.drain_timeout,
+        })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until `stop`, then finishes what runs within the drain limit; or until the engine dies or the FFN does
+    /// not come.
+    ///
+    /// # Errors
+    /// [`ServeError`] when it ended by itself.
+    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ServeError> {
+        let joined = async {
+            match self.ffn.wait_joined().await {
+                Ok(()) => std::future::pending().await,
+                Err(error) => error,
+            }
+        };
+        let ended: Result<(), ServeError> = tokio::select! {
+            () = stop => Ok(()),
+            reason = self.engine.died() => Err(EngineDeath(reason).into()),
+            error = joined => Err(error.into()),
+        };
+        self.readiness_task.abort();
+        match &ended {
+            Err(error @ ServeError::EngineDied(_)) => {
+                self.readiness.send_replace(Readiness::Dead(error.to_string()))
+            }
+            _ => self.readiness.send_replace(Readiness::Draining),
+        };
+        let patience = if ended.is_ok() { self.drain_timeout } else { Duration::ZERO };
+        tracing::info!(running = self.engine.metrics().running.get(), limit = ?patience, "draining");
+        self.engine.drain(Instant::now() + patience);
+        let thread = self.engine_thread;
+        let engine_end = tokio::task::spawn_blocking(move || thread.join()).await?;
+        self.stop_port.cancel();
+        let drained = self.port.await?;
+        self.ffn.stop().await;
+        if drained.cut > 0 {
+            tracing::warn!(connections = drained.cut, "connections were cut");
+        }
+        match (ended, engine_end) {
+            (Err(error), _) => Err(error),
+            (Ok(()), Ok(end)) => Ok(end?),
+            (Ok(()), Err(_)) => Err(EngineDeath("its thread panicked".into()).into()),
+        }
+    }
+}
+
+/// Writes the whole line or nothing: a reader never sees half an address.
+fn write_address(path: &Path, address: &str) -> Result<(), ServeError> {
+    let failed = |source| ServeError::AddressFile { path: path.display().to_string(), source };
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(format!(".{}", std::process::id()));
+    std::fs::write(&beside, format!("{address}\n")).map_err(failed)?;
+    std::fs::rename(&beside, path).map_err(failed)
+}

@@ -1,0 +1,129 @@
+//! What a rank takes from the checkpoint: the attention half, the text files, and how large everything is.
+use afd_common::config::model::{FfnConfig, ModelConfig};
+use afd_common::frame::{RowType, SideKind};
+use afd_common::identity::{self, GatePlacement};
+use afd_common::proto::v1;
+use afd_common::weights::Weights;
+
+use super::ServeError;
+use crate::api::ServedModel;
+use crate::config::{CapacityConfig, KvPlan, LoadFormat, ModelSource, ServeConfig, available_memory};
+use crate::engine::{CachedAttention, EngineConfig};
+use crate::model::{AttentionModel, KvCache, bytes_per_block};
+use crate::text::{Text, TokenizerFile};
+
+/// A loaded model.
+pub(super) struct Loaded {
+    pub(super) config: ModelConfig,
+    pub(super) rows: RowType,
+    pub(super) attention: CachedAttention,
+    pub(super) text: Text,
+    pub(super) served: ServedModel,
+    pub(super) identity: v1::ModelIdentity,
+    pub(super) weights: Weights,
+    kv: KvPlan,
+}
+
+/// Loads everything; takes as long as the disk does.
+pub(super) fn load(
+    source: &ModelSource,
+    capacity: &CapacityConfig,
+    gate: GatePlacement,
+) -> Result<Loaded, ServeError> {
+    let config = ModelConfig::load(&source.folder)?;
+    let rows = source.dtype.resolve(config.dtype);
+    let weights = open_weights(source, &config, rows)?;
+    let kv = capacity.kv_cache.plan(
+        bytes_per_block(&config, capacity.block_size, rows.kind()),
+        capacity.block_size,
+        capacity.max_num_seqs,
+        config.max_position_embeddings,
+        source.max_model_len,
+        available_memory(),
+    )?;
+    let mut attention = AttentionModel::load(&config, &weights, kv.max_model_len)?;
+    if gate == GatePlacement::Attention {
+        attention.load_gates(&weights)?;
+    }
+    let cache = KvCache::new(&config, kv.num_blocks as usize, capacity.block_size, rows.kind())?;
+    let tokenizer_file = match source.load_format {
+        LoadFormat::Auto => TokenizerFile::Required,
+        LoadFormat::Dummy => TokenizerFile::Optional,
+    };
+    let text = Text::load(&source.folder, tokenizer_file)?;
+    if let Err(why) = &text.chat {
+        tracing::warn!(why, "chat completions will be refused");
+    }
+    let identity = identity::model_identity(&config, weights.fingerprint(), rows, gate);
+    let served =
+        ServedModel::new(&source.folder, source.name.clone(), &config, kv.max_model_len, identity.clone())
+            .map_err(ServeError::Generation)?;
+    let kv_cache_mib = (kv.num_blocks as usize * cache.bytes_per_block()) >> 20;
+    tracing::info!(
+        name = source.name,
+        architecture = identity.architecture,
+        fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
+        dtype = ?rows,
+        load_format = %source.load_format,
+        threads = capacity.threads,
+        kv_cache_mib,
+        max_model_len = kv.max_model_len,
+        "model loaded"
+    );
+    if kv.shortened {
+        tracing::warn!(
+            max_model_len = kv.max_model_len,
+            model_len = config.max_position_embeddings,
+            "the KV cache is too small for the model's longest sequence (--kv-cache-memory)"
+        );
+    }
+    Ok(Loaded {
+        attention: CachedAttention::new(attention, cache)?,
+        config,
+        rows,
+        text,
+        served,
+        identity,
+        weights,
+        kv,
+    })
+}
+
+fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Result<Weights, ServeError> {
+    Ok(match source.load_format {
+        LoadFormat::Auto => Weights::open(&source.folder, config, rows.kind())?,
+        LoadFormat::Dummy => Weights::dummy(config, rows.kind(), source.seed),
+    })
+}
+
+impl Loaded {
+    /// Sizes of the engine.
+    pub(super) fn engine_config(&self, config: &ServeConfig) -> EngineConfig {
+        let capacity = &config.capacity;
+        EngineConfig {
+            max_num_seqs: capacity.max_num_seqs,
+            max_num_batched_tokens: capacity.max_num_batched_tokens,
+            block_size: capacity.block_size,
+            num_blocks: self.kv.num_blocks,
+            max_queue: capacity.max_queue,
+            max_model_len: self.kv.max_model_len,
+            stages: capacity.stages,
+            prefix_cache: capacity.prefix_cache,
+            ffn_loss_timeout: config.ffn.loss_timeout,
+        }
+    }
+
+    /// Most bytes of a row on the wire, either way: partial sums travel in f32.
+    pub(super) fn max_row_bytes(&self, gate: GatePlacement) -> usize {
+        let experts_per_token = self.config.layers.iter().filter_map(|layer| match layer {
+            FfnConfig::Moe(moe) => Some(moe.experts_per_token),
+            FfnConfig::Dense(_) => None,
+        });
+        let side = match gate {
+            GatePlacement::Ffn => 0,
+            GatePlacement::Attention => SideKind::TopK.bytes_per_row(experts_per_token.max().unwrap_or(0)),
+        };
+        let hidden = self.config.hidden_size;
+        (hidden * self.rows.bytes() + side).max(hidden * RowType::F32.bytes())
+    }
+}
