@@ -24,8 +24,8 @@ impl Active {
         Self { request, sampler, submitted: now, queued: Some(queued), prompt_logprobs }
     }
 
-    /// It runs for the first time: its place in the queue is free again.
-    pub(super) fn begin(&mut self) {
+    /// It runs for the first time, or ends: its place in the queue is free again.
+    pub(super) fn leave_queue(&mut self) {
         self.queued = None;
     }
 

@@ -15,7 +15,7 @@ use super::{
     AttentionPort, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss, FfnPort, StepOutline,
 };
 use crate::kv_cache::BlockPool;
-use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId};
+use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId, Usage};
 use crate::sampler::Scratch;
 use crate::scheduler::{NewSequence, Scheduler, Stage, Step};
 
@@ -181,7 +181,7 @@ impl<A: AttentionPort> Engine<A> {
         let start = Instant::now();
         let Some(step) = self.scheduler.schedule() else { return Ok(false) };
         for id in &step.admitted {
-            self.sequences.get_mut(id).into_iter().for_each(Active::begin);
+            self.sequences.get_mut(id).into_iter().for_each(Active::leave_queue);
         }
         let stages = self.scheduler.stages(&step, &self.config.stages);
         self.last_step = StepId(self.last_step.0 + 1);
@@ -270,10 +270,18 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
+    /// Frees all that a sequence holds, before anybody is told of its end: whoever is told may count on it.
+    fn take_out(&mut self, id: SequenceId) -> Option<(Active, Usage)> {
+        let mut active = self.sequences.remove(&id)?;
+        active.leave_queue();
+        let usage = self.scheduler.remove(id).unwrap_or_default();
+        self.publish();
+        Some((active, usage))
+    }
+
     /// Ends a sequence well. Nothing happens when it has already ended.
     pub(super) fn finish(&mut self, id: SequenceId, reason: FinishReason) {
-        let Some(active) = self.sequences.remove(&id) else { return };
-        let usage = self.scheduler.remove(id).unwrap_or_default();
+        let Some((active, usage)) = self.take_out(id) else { return };
         let count = match reason {
             FinishReason::Stop => &self.metrics.finished_stop,
             FinishReason::Length => &self.metrics.finished_length,
@@ -285,8 +293,7 @@ impl<A: AttentionPort> Engine<A> {
 
     /// Ends a sequence with an error.
     pub(super) fn fail(&mut self, id: SequenceId, error: SequenceError) {
-        let Some(active) = self.sequences.remove(&id) else { return };
-        self.scheduler.remove(id);
+        let Some((active, _)) = self.take_out(id) else { return };
         self.metrics.failed.add(1);
         active.tell(SequenceEvent::Failed(error));
     }
