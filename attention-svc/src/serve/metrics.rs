@@ -14,6 +14,9 @@ fn one(value: f64) -> Vec<Sample> {
     vec![Sample { labels: Vec::new(), value }]
 }
 
+/// Reads one of the engine's numbers.
+type Read = fn(&EngineMetrics) -> u64;
+
 /// The engine's.
 pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(), MetricError> {
     let show = |kind, name: &str, help: &str, read: fn(&EngineMetrics) -> f64| {
@@ -46,7 +49,7 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
         m.tokens_prefilled.get() as f64
     })?;
     show(Counter, "afd_tokens_generated_total", "Tokens chosen.", |m| m.tokens_generated.get() as f64)?;
-    let times: [(&str, fn(&EngineMetrics) -> u64); 6] = [
+    let times: [(&str, Read); 6] = [
         ("schedule", |m| m.schedule_us.get()),
         ("attention", |m| m.attention_us.get()),
         ("dispatch", |m| m.dispatch_us.get()),
@@ -57,7 +60,7 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
     let engine = Arc::clone(engine);
     let help = "Where the engine's time went; ffn_wait is the bubble, step all of it.";
     metrics.read_when_asked(Counter, "afd_engine_seconds_total", help, &["part"], move || {
-        let sample = |(part, read): &(&str, fn(&EngineMetrics) -> u64)| Sample {
+        let sample = |(part, read): &(&str, Read)| Sample {
             labels: vec![(*part).to_owned()],
             value: read(&engine) as f64 / 1e6,
         };
