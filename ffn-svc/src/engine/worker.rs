@@ -44,6 +44,8 @@ struct Source {
     link: Box<dyn HopLink>,
     accounts: Arc<StepAccounts>,
     session: SessionTag,
+    /// Hops answered with an error.
+    failed_hops: u64,
 }
 
 /// What waits in the queue.
@@ -162,7 +164,7 @@ impl<M: StageModel> Worker<M> {
         tracing::info!(peer = %link.limits().peer, kind = %link.limits().kind, epoch = link.limits().epoch.0, "link up");
         self.metrics().links.with_label_values(&[&link.limits().kind.to_string()]).inc();
         self.queue.open(id);
-        self.sources.push(Source { id, link, accounts, session });
+        self.sources.push(Source { id, link, accounts, session, failed_hops: 0 });
     }
 
     fn close_session(&mut self, session: SessionTag, reason: &str) {
@@ -378,8 +380,13 @@ impl<M: StageModel> Worker<M> {
             body_bytes: text.len() as u32,
             ..header
         };
-        if let Some(source) = self.source(source) {
-            tracing::warn!(peer = %source.link.limits().peer, hop = %header.hop, %error, "hop failed");
+        if let Some(source) = self.sources.iter_mut().find(|candidate| candidate.id == source) {
+            source.failed_hops += 1;
+            // A peer that is wrong all the time does not fill the log.
+            if source.failed_hops.is_power_of_two() {
+                let (peer, failed_hops) = (&source.link.limits().peer, source.failed_hops);
+                tracing::warn!(%peer, hop = %header.hop, failed_hops, %error, "hop failed");
+            }
             source.accounts.handle_failed(header.hop.step, error.code() as i32, &error.to_string());
         }
         self.send(source, answer, &text);
