@@ -165,6 +165,7 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let kind = self.kind();
+        tracing::debug!(status = kind.http.as_u16(), error = %self, "refused");
         let mut response = (kind.http, Json(self.body())).into_response();
         if let Some(after) = kind.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs().max(1)));
@@ -176,6 +177,7 @@ impl IntoResponse for ApiError {
 impl From<ApiError> for tonic::Status {
     fn from(error: ApiError) -> Self {
         let kind = error.kind();
+        tracing::debug!(status = ?kind.grpc, %error, "refused");
         let mut details = ErrorDetails::new();
         if let (Some(param), Code::InvalidArgument) = (error.param(), kind.grpc) {
             details.add_bad_request_violation(param, error.to_string());

@@ -30,6 +30,9 @@ pub(super) fn services(api: Arc<Api>, extra: Routes) -> Result<Routes, tonic_ref
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(afd_common::proto::DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // The descriptors describe both roles; only what is served here is listed.
+            .with_service_name("afd.v1.InferenceService")
+            .with_service_name("grpc.health.v1.Health")
     };
     let limit = api.limits.max_body_bytes;
     let health = health::service(api.readiness.clone());
