@@ -54,7 +54,7 @@ choose_threads() {
 build() {
     heading "release build"
     cargo build --release --locked --bins -p attention-svc -p ffn-svc
-    binaries=$(cargo metadata --no-deps --format-version 1 | sed 's/.*"target_directory":"\([^"]*\)".*/\1/')/release
+    binaries=$(target_folder)/release
 }
 
 choose_port() {

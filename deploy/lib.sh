@@ -86,3 +86,8 @@ put_in_place() {
 }
 
 mb() { du -sm "$1" | awk '{ print $1 " MB" }'; }
+
+# target_folder: where cargo puts what it builds.
+target_folder() {
+    cargo metadata --no-deps --format-version 1 | sed 's/.*"target_directory":"\([^"]*\)".*/\1/'
+}

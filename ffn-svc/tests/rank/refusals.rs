@@ -69,7 +69,7 @@ async fn the_same_rank_twice_is_refused_and_the_same_process_again_is_not() {
     let mut request = rank.join_request(3).await;
     request.identity.as_mut().unwrap().incarnation = 2;
     let status = Attention::join_as(&rank, request.clone()).await.err().unwrap();
-    assert_eq!(status.code(), Code::FailedPrecondition);
+    assert_eq!(status.code(), Code::AlreadyExists);
     let message = status.message();
     assert!(
         message.contains("A3 of `test` is live as incarnation 1") && message.contains("incarnation 2"),

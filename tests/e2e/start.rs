@@ -1,0 +1,170 @@
+//! Starting: either side first, and one clear line where it cannot work.
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
+use afd_tests::oracle;
+use anyhow::ensure;
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn args(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+fn attention(model: &Path, ffn: &str, more: &[&str], folder: &Path, name: &str) -> anyhow::Result<Process> {
+    let model = model.display().to_string();
+    let mut words = args(&["serve", "--model", &model, "--listen", "127.0.0.1:0", "--ffn", ffn]);
+    words.extend(args(&["--served-model-name", "test", "--dtype", "float32", "--threads", "1"]));
+    words.extend(args(more));
+    Process::start("attention-svc", name, &words, folder)
+}
+
+/// A process that must not start: its exit code and its log.
+fn refused(mut process: Process) -> anyhow::Result<(i32, String)> {
+    let status = process.wait(LIMIT)?;
+    Ok((status.code().unwrap_or(-1), process.log()))
+}
+
+#[tokio::test]
+async fn attention_may_start_first_and_says_for_whom_it_waits() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let mut waiting = attention(&model, &free.to_string(), &[], folder.path(), "A0")?;
+    let address = waiting.address(LIMIT)?;
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let health = client.get(format!("http://{address}/health")).send().await?;
+    ensure!(health.status() == 503, "not ready was answered with {}", health.status());
+    let live = client.get(format!("http://{address}/live")).send().await?;
+    ensure!(live.status() == 200, "alive was answered with {}", live.status());
+    let deadline = Instant::now() + LIMIT;
+    while !(waiting.log().contains("waiting for FFN ranks") && waiting.log().contains("--join-timeout")) {
+        ensure!(Instant::now() < deadline, "it does not say for whom it waits:\n{}", waiting.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    ensure!(waiting.log().contains(&free.to_string()), "it does not name the address:\n{}", waiting.log());
+
+    let spec = DeploymentSpec::new(model, Ffn::Remote { shards: 1, replicas: 1 });
+    let mut words =
+        args(&["serve", "--model", &spec.model.display().to_string(), "--listen", &free.to_string()]);
+    words.extend(spec.ffn_args);
+    let _ffn = Process::start("ffn-svc", "F0", &words, folder.path())?;
+    while client.get(format!("http://{address}/health")).send().await?.status() != 200 {
+        ensure!(Instant::now() < deadline, "it is not ready with an FFN:\n{}", waiting.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn attention_gives_up_after_the_join_timeout_and_names_the_option() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+    let (code, log) = refused(attention(&model, &free, &["--join-timeout", "1s"], folder.path(), "A0")?)?;
+    ensure!(code == 1, "exit code {code}:\n{log}");
+    ensure!(log.contains("--join-timeout") && log.contains(&free), "{log}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn another_model_on_one_side_is_refused_with_both_fingerprints() -> anyhow::Result<()> {
+    let spec =
+        DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Remote { shards: 1, replicas: 1 });
+    let deployment = Deployment::start(spec).await?;
+    let folder = tempfile::tempdir()?;
+    let other = fixtures::checkpoint("tiny-qwen3-moe");
+    let ffn = deployment.ffn_addresses[0].to_string();
+    let (code, log) = refused(attention(&other, &ffn, &["--rank", "1"], folder.path(), "A1")?)?;
+    ensure!(code == 1, "exit code {code}:\n{log}");
+    let fingerprints = log
+        .split(|c: char| !c.is_ascii_hexdigit())
+        .filter(|word| word.len() == 64)
+        .collect::<std::collections::BTreeSet<_>>();
+    ensure!(log.contains("fingerprint") && fingerprints.len() == 2, "{log}");
+    // Whoever was there before is none the worse for it.
+    let expected = fixtures::expected("tiny-mixtral")?.prompts.remove(0);
+    oracle::same(&expected.generated_ids, &deployment.greedy(0, &expected.input_ids, 32).await?)
+}
+
+#[tokio::test]
+async fn the_same_rank_twice_is_refused_and_the_first_goes_on() -> anyhow::Result<()> {
+    let spec =
+        DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Remote { shards: 1, replicas: 1 });
+    let deployment = Deployment::start(spec).await?;
+    let folder = tempfile::tempdir()?;
+    let ffn = deployment.ffn_addresses[0].to_string();
+    let twin = attention(&deployment.spec.model, &ffn, &["--join-timeout", "2s"], folder.path(), "A0")?;
+    let (code, log) = refused(twin)?;
+    ensure!(code == 1 && log.contains("incarnation"), "exit code {code}:\n{log}");
+    let expected = fixtures::expected("tiny-mixtral")?.prompts.remove(0);
+    oracle::same(&expected.generated_ids, &deployment.greedy(0, &expected.input_ids, 32).await?)
+}
+
+#[test]
+fn what_is_wrong_with_a_checkpoint_is_one_line_that_names_it() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let copy = |name: &str| -> anyhow::Result<std::path::PathBuf> {
+        let to = folder.path().join(name);
+        std::fs::create_dir(&to)?;
+        for file in std::fs::read_dir(fixtures::checkpoint("tiny-mixtral"))? {
+            let file = file?;
+            std::fs::copy(file.path(), to.join(file.file_name()))?;
+        }
+        Ok(to)
+    };
+    let truncated = copy("truncated")?;
+    let file = std::fs::File::options().write(true).open(truncated.join("model.safetensors"))?;
+    file.set_len(file.metadata()?.len() / 2)?;
+    let missing = copy("missing")?;
+    let bytes = std::fs::read(missing.join("model.safetensors"))?;
+    let renamed = String::from_utf8_lossy(&bytes[8..4096]).contains("model.layers.0.self_attn.q_proj.weight");
+    ensure!(renamed, "the fixture has another layout than this test was written for");
+    let at = bytes.windows(38).position(|window| window == b"model.layers.0.self_attn.q_proj.weight");
+    let mut changed = bytes;
+    changed[at.expect("just seen") + 25] = b'x';
+    std::fs::write(missing.join("model.safetensors"), changed)?;
+    let unknown = copy("unknown")?;
+    let config = std::fs::read_to_string(unknown.join("config.json"))?
+        .replace("MixtralForCausalLM", "NovelForCausalLM");
+    std::fs::write(unknown.join("config.json"), config)?;
+
+    for (model, words) in [
+        (&truncated, vec!["model.safetensors"]),
+        (&missing, vec!["model.layers.0.self_attn.q_proj.weight"]),
+        (&unknown, vec!["NovelForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"]),
+    ] {
+        let (code, log) = refused(attention(model, "local", &[], folder.path(), "A0")?)?;
+        ensure!(code == 1 || code == 2, "exit code {code}:\n{log}");
+        for word in words {
+            ensure!(log.contains(word), "`{word}` is not named:\n{log}");
+        }
+        ensure!(!log.contains("panicked"), "{log}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_port_in_use_and_an_unknown_configuration_field_are_named() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let address = taken.local_addr()?.to_string();
+    let config = folder.path().join("afd.toml");
+    std::fs::write(&config, "thread = 3\n")?;
+    let config = config.display().to_string();
+    let model = model.display().to_string();
+    for binary in ["attention-svc", "ffn-svc"] {
+        let ffn: &[&str] = if binary == "attention-svc" { &["--ffn", "local"] } else { &[] };
+        let mut words = args(&["serve", "--model", &model, "--listen", &address]);
+        words.extend(args(ffn));
+        let (code, log) = refused(Process::start(binary, "taken", &words, folder.path())?)?;
+        ensure!(code != 0 && log.contains(&address) && log.contains("in use"), "{binary}: {code}:\n{log}");
+        let words = args(&["serve", "--config", &config]);
+        let (code, log) = refused(Process::start(binary, "unknown", &words, folder.path())?)?;
+        ensure!(
+            code == 2 && log.contains("`thread`") && log.contains("afd.toml"),
+            "{binary}: {code}:\n{log}"
+        );
+    }
+    Ok(())
+}
