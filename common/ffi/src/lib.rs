@@ -1,18 +1,21 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
-//! of a tensor as a slice ([`memory`]), attention over a paged cache on the CPU ([`cpu_attention`], [`cpu_rows`]), control
-//! over this process ([`process`]), and memory shared between processes ([`shm`]) with the sleep that goes with it
-//! ([`futex`]).
+//! of a tensor as a slice ([`memory`]), loops for few rows on the CPU ([`cpu_attention`], [`cpu_rows`], [`cpu_mlp`]) and
+//! the threads that share them ([`Crew`]), control over this process ([`process`]), and memory shared between processes
+//! ([`shm`]) with the sleep that goes with it ([`futex`]).
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
 pub mod cpu_attention;
+pub mod cpu_mlp;
 pub mod cpu_rows;
+mod crew;
 pub mod futex;
 mod mapped;
 pub mod memory;
 pub mod process;
 pub mod shm;
 
+pub use crew::Crew;
 pub use mapped::MappedFile;
 
 /// Why foreign memory cannot be used as asked.

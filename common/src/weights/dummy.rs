@@ -38,7 +38,8 @@ impl Dummy {
 
     /// Everything is there but what the configuration says is not.
     pub(super) fn contains(&self, name: &str) -> bool {
-        !name.ends_with("_scale_inv") && !(self.tied && name == "lm_head.weight")
+        let tied_head = self.tied && name == "lm_head.weight";
+        !tied_head && !name.ends_with("_scale_inv")
     }
 
     pub(super) fn load(

@@ -2,6 +2,7 @@
 //! of down. The slices' results add up to the whole.
 use afd_common::ids::Shard;
 use afd_common::weights::{WeightError, Weights};
+use afd_ffi::cpu_mlp::StoredMlp;
 use tch::{TchError, Tensor};
 
 /// Weights of a (part of a) gated MLP.
@@ -11,6 +12,8 @@ pub(super) struct GatedMlp {
     /// `[intermediate, hidden]`, a transposed view.
     down: Tensor,
     biases: Option<Biases>,
+    /// The same weights for the loops for few rows; absent with biases, or off the CPU.
+    stored: Option<StoredMlp>,
 }
 
 #[derive(Debug)]
@@ -43,20 +46,22 @@ impl GatedMlp {
         };
         let down_name = format!("{down}.weight");
         let down = weights.columns(&down_name, &[hidden as i64, intermediate as i64], part.clone())?;
-        Ok(Self {
-            gate_up: GateUp::load(weights, [gate, up], hidden, intermediate, part)?,
-            down: transposed(&down_name, &down)?,
-            biases,
-        })
+        let gate_up = GateUp::load(weights, [gate, up], hidden, intermediate, part)?;
+        let stored = if bias { None } else { gate_up.stored_with(&down) };
+        Ok(Self { gate_up, down: transposed(&down_name, &down)?, biases, stored })
     }
 
-    /// `[rows, hidden]` to `[rows, hidden]`, both in the compute dtype.
+    pub(super) fn stored(&self) -> Option<&StoredMlp> {
+        self.stored.as_ref()
+    }
+
+    /// `[rows, hidden]` to `[rows, hidden]`, in the dtype of `x`, which may be wider than the weights'.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
         let (mut gate, mut up) = self.gate_up.forward(x)?;
         if let Some(biases) = &self.biases {
             (gate, up) = (gate.f_add(&biases.gate)?, up.f_add(&biases.up)?);
         }
-        let sum = gate.f_silu()?.f_mul_(&up)?.f_mm(&self.down)?;
+        let sum = gate.f_silu()?.f_mul_(&up)?.f_mm(&self.down.f_to_kind(x.kind())?)?;
         match self.biases.as_ref().and_then(|biases| biases.down.as_ref()) {
             Some(bias) => sum.f_add(bias),
             None => Ok(sum),
@@ -92,11 +97,25 @@ impl GateUp {
         }
     }
 
+    /// The weights with `down`, `[hidden, intermediate]`, for the loops for few rows; `None` where those cannot run.
+    pub(super) fn stored_with(&self, down: &Tensor) -> Option<StoredMlp> {
+        let (gate, up) = match self {
+            Self::Joined(both) => {
+                let (gate, up) = halves(both).ok()?;
+                (gate.f_transpose(0, 1).ok()?, up.f_transpose(0, 1).ok()?)
+            }
+            Self::Apart(gate, up) => (gate.f_transpose(0, 1).ok()?, up.f_transpose(0, 1).ok()?),
+        };
+        StoredMlp::new(&gate, &up, down).ok()
+    }
+
     /// `[rows, intermediate]` of gate and of up.
     fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor), TchError> {
         match self {
-            Self::Joined(both) => halves(&x.f_mm(both)?),
-            Self::Apart(gate, up) => Ok((x.f_mm(gate)?, x.f_mm(up)?)),
+            Self::Joined(both) => halves(&x.f_mm(&both.f_to_kind(x.kind())?)?),
+            Self::Apart(gate, up) => {
+                Ok((x.f_mm(&gate.f_to_kind(x.kind())?)?, x.f_mm(&up.f_to_kind(x.kind())?)?))
+            }
         }
     }
 }

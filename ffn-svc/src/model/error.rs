@@ -50,6 +50,9 @@ pub enum FfnModelError {
         /// Shape and dtype.
         found: String,
     },
+    /// The system gives no threads to compute with.
+    #[error("compute threads: {0}")]
+    Threads(std::io::Error),
     /// A row was routed to an expert that does not exist.
     #[error("{layer}: row {row} is routed to expert {expert} of {num_experts}")]
     UnknownExpert {
@@ -61,6 +64,14 @@ pub enum FfnModelError {
         expert: i64,
         /// How many there are.
         num_experts: usize,
+    },
+    /// The loops for few rows refused.
+    #[error("{layer}: {source}")]
+    FewRows {
+        /// Which layer.
+        layer: LayerIdx,
+        /// Expected and found.
+        source: afd_ffi::cpu_attention::ShapeError,
     },
     /// libtorch refused.
     #[error("{layer}: {operation}: {source}")]

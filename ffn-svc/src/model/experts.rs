@@ -6,6 +6,7 @@ use std::ops::Range;
 use afd_common::config::model::MoeConfig;
 use afd_common::layers::FfnNames;
 use afd_common::weights::{WeightError, Weights};
+use afd_ffi::cpu_mlp::{MlpRows, StoredMlp};
 use tch::{Kind, TchError, Tensor};
 
 use super::dense::{GateUp, halves, transposed};
@@ -27,6 +28,8 @@ struct Expert {
     gate_up: GateUp,
     /// `[intermediate, hidden]`, a transposed view.
     down: Tensor,
+    /// The same weights for the loops for few rows, where those can run.
+    stored: Option<StoredMlp>,
 }
 
 impl Experts {
@@ -45,13 +48,24 @@ impl Experts {
                 let down_name = format!("{down}.weight");
                 let down = weights.tensor(&down_name, &[hidden as i64, intermediate as i64])?;
                 let gate_up = GateUp::load(weights, [&gate, &up], hidden, intermediate, 0..intermediate)?;
-                Ok(Expert { gate_up, down: transposed(&down_name, &down)? })
+                let stored = gate_up.stored_with(&down);
+                Ok(Expert { gate_up, down: transposed(&down_name, &down)?, stored })
             })
             .collect::<Result<Vec<_>, WeightError>>()?;
         Ok(Self { experts, intermediate: intermediate as i64, hidden: hidden as i64 })
     }
 
-    /// The weighted sum of the experts' outputs for `x`, `[rows, hidden]`; returns f32.
+    /// The experts' work for the loops for few rows; `None` where those cannot run.
+    pub(super) fn as_few_rows<'a>(&'a self, groups: &'a Groups) -> Option<Vec<MlpRows<'a>>> {
+        let part = |(expert, items): &(usize, Range<usize>)| {
+            let mlp = self.experts[*expert].stored.as_ref()?;
+            Some(MlpRows { mlp, rows: &groups.rows[items.clone()], scales: &groups.weights[items.clone()] })
+        };
+        groups.experts.iter().map(part).collect()
+    }
+
+    /// The weighted sum of the experts' outputs for `x`, `[rows, hidden]`, whose dtype may be wider than the weights';
+    /// returns f32.
     pub(super) fn forward(&self, x: &Tensor, groups: &Groups) -> Result<Tensor, TchError> {
         let num_rows = x.size()[0];
         if groups.rows.is_empty() {
@@ -119,9 +133,9 @@ impl Experts {
     }
 }
 
-/// `out = a · b`.
+/// `out = a · b`, in the dtype of `a`.
 fn product_into(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<(), TchError> {
-    let _same_as_out = a.f_mm_out(out, b)?;
+    let _same_as_out = a.f_mm_out(out, &b.f_to_kind(a.kind())?)?;
     Ok(())
 }
 

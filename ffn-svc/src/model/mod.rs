@@ -2,7 +2,7 @@
 //! What [`FfnModel::forward`] returns is this shard's partial sum.
 //!
 //! In reading order: [`FfnModel`] → `moe` (route, then experts) → `grouping` (which rows go to which expert) →
-//! `experts`, or `dense`. Nothing here knows hops, links or sessions, and nothing keeps state between calls but the
+//! `experts`, or `dense`; `few_rows` is the short cut of both on the CPU. Nothing here knows hops, links or sessions, and nothing keeps state between calls but the
 //! counts of [`ExpertCounts`].
 use std::sync::Arc;
 
@@ -18,6 +18,7 @@ mod counts;
 mod dense;
 mod error;
 mod experts;
+mod few_rows;
 mod grouping;
 mod moe;
 #[cfg(test)]
@@ -28,6 +29,7 @@ pub use error::FfnModelError;
 
 use dense::GatedMlp;
 use error::At;
+use few_rows::FewRows;
 use moe::MixtureOfExperts;
 
 /// Side tensors of a hop, as they came with it.
@@ -85,6 +87,7 @@ pub struct FfnModel {
     out_kind: Kind,
     shard: Shard,
     counts: Arc<ExpertCounts>,
+    few_rows: FewRows,
 }
 
 #[derive(Debug)]
@@ -134,7 +137,8 @@ impl FfnModel {
         let kind = weights.kind();
         let counts = Arc::new(ExpertCounts::new(&specs));
         let out_kind = if shard.count() > 1 { Kind::Float } else { kind };
-        Ok(Self { layers, specs, hidden_size: hidden, kind, out_kind, shard, counts })
+        let few_rows = FewRows::new(kind)?;
+        Ok(Self { layers, specs, hidden_size: hidden, kind, out_kind, shard, counts, few_rows })
     }
 
     /// One layer's FFN on `hidden`, `[rows, hidden]` in the compute dtype: this shard's partial sum, `[rows, hidden]` of
@@ -156,13 +160,28 @@ impl FfnModel {
             Layer::Dense(_) if side.kind() != SideKind::None => {
                 return Err(FfnModelError::Side { layer, expected: "none".into(), found: side.kind() });
             }
-            Layer::Dense(mlp) => mlp.forward(hidden).at(layer, "dense")?,
-            Layer::Moe(moe) => moe.forward(layer, hidden, side, &self.counts)?,
+            Layer::Dense(mlp) => self.forward_dense(layer, mlp, hidden)?,
+            Layer::Moe(moe) => moe.forward(layer, hidden, side, &self.counts, &self.few_rows)?,
         };
         if sum.kind() == self.out_kind {
             Ok(sum)
         } else {
             sum.f_to_kind(self.out_kind).at(layer, "output dtype")
+        }
+    }
+
+    fn forward_dense(
+        &self,
+        layer: LayerIdx,
+        mlp: &GatedMlp,
+        hidden: &Tensor,
+    ) -> Result<Tensor, FfnModelError> {
+        let num_rows = hidden.size()[0] as usize;
+        match mlp.stored() {
+            Some(stored) if self.few_rows.are(num_rows) => {
+                self.few_rows.forward(layer, hidden, &[self.few_rows.all_of(stored, num_rows)])
+            }
+            _ => self.few_rows.else_widened(hidden).and_then(|x| mlp.forward(&x)).at(layer, "dense"),
         }
     }
 

@@ -15,6 +15,7 @@ use super::counts::ExpertCounts;
 use super::dense::GatedMlp;
 use super::error::{At, FfnModelError};
 use super::experts::Experts;
+use super::few_rows::FewRows;
 use super::grouping::Groups;
 use super::{LayerSpec, Side};
 
@@ -84,19 +85,46 @@ impl MixtureOfExperts {
         x: &Tensor,
         side: &Side,
         counts: &ExpertCounts,
+        few_rows: &FewRows,
     ) -> Result<Tensor, FfnModelError> {
         let selected = self.route(layer, x, side)?;
         let groups = self.group(layer, &selected)?;
         for (expert, items) in &groups.experts {
             counts.add(layer, *expert, items.len());
         }
-        let routed = self.experts.forward(x, &groups).at(layer, "experts")?;
+        if let Some(sum) = self.forward_few(layer, x, &groups, few_rows)? {
+            return Ok(sum);
+        }
+        let x = few_rows.else_widened(x).at(layer, "widening")?;
+        let routed = self.experts.forward(&x, &groups).at(layer, "experts")?;
         match &self.shared {
             None => Ok(routed),
             Some(shared) => {
-                shared.forward(x).and_then(|shared| routed.f_add(&shared)).at(layer, "shared experts")
+                shared.forward(&x).and_then(|shared| routed.f_add(&shared)).at(layer, "shared experts")
             }
         }
+    }
+
+    /// Routed and shared experts in one go, when all of them have few rows.
+    fn forward_few(
+        &self,
+        layer: LayerIdx,
+        x: &Tensor,
+        groups: &Groups,
+        few_rows: &FewRows,
+    ) -> Result<Option<Tensor>, FfnModelError> {
+        let num_rows = x.size()[0] as usize;
+        let fullest = groups.experts.iter().map(|(_, items)| items.len()).max().unwrap_or(0);
+        let fullest = if self.shared.is_some() { num_rows } else { fullest };
+        if !few_rows.are(fullest) {
+            return Ok(None);
+        }
+        let Some(mut mlps) = self.experts.as_few_rows(groups) else { return Ok(None) };
+        if let Some(shared) = &self.shared {
+            let Some(mlp) = shared.stored() else { return Ok(None) };
+            mlps.push(few_rows.all_of(mlp, num_rows));
+        }
+        few_rows.forward(layer, x, &mlps).map(Some)
     }
 
     fn route(&self, layer: LayerIdx, x: &Tensor, side: &Side) -> Result<Selected, FfnModelError> {

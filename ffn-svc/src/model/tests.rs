@@ -109,7 +109,7 @@ proptest! {
         shared in 0usize..13,
         dense in 1usize..30,
         count in 1u32..7,
-        rows_count in 0i64..40,
+        rows_count in 0i64..120,
         on_attention: bool,
     ) {
         let mut config = config("tiny-deepseek-v2");

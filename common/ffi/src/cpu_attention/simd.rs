@@ -103,7 +103,7 @@ impl Element for Bf16 {
 
 /// Any CPU; the compiler makes of it what it can.
 #[derive(Clone, Copy)]
-pub(super) struct Portable;
+pub(crate) struct Portable;
 
 impl Simd for Portable {
     const LANES: usize = 8;
@@ -242,11 +242,11 @@ mod x86 {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::{Avx2, Avx512};
+pub(crate) use x86::{Avx2, Avx512};
 
 /// Which loops this CPU runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Isa {
+pub(crate) enum Isa {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -256,7 +256,7 @@ pub(super) enum Isa {
 
 impl Isa {
     /// The widest that this CPU has. The look-up is a cached load.
-    pub(super) fn best() -> Self {
+    pub(crate) fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
