@@ -1,0 +1,34 @@
+// Seeded numbers, made where they are used: full-size dummy weights in milliseconds. The same on the host (`random.rs`).
+
+DEVICE u32 scramble(u64 x) {
+    x ^= x >> 33;
+    x *= 0xff51afd7ed558ccdull;
+    x ^= x >> 33;
+    x *= 0xc4ceb9fe1a85ec53ull;
+    x ^= x >> 33;
+    return (u32)(x >> 32);
+}
+
+// Uniform in [-scale, scale), 24 bits, rounded to bf16.
+KERNEL void fill_uniform(bf16* out, u64 count, u64 seed, float scale) {
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) {
+        const float unit = (float)(scramble(seed + i * 0x9e3779b97f4a7c15ull) >> 8) * (2.f / 16777216.f) - 1.f;
+        out[i] = bf16_of(unit * scale);
+    }
+}
+
+// Reads everything with plain 16-byte loads and keeps one word of it: what this device reads in the best case.
+KERNEL void read_all(const uint4* p, u64 count, u32* sink) {
+    u32 mix = 0;
+    const u64 stride = (u64)gridDim.x * blockDim.x;
+    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i + 7 * stride < count; i += 8 * stride) {
+        uint4 v[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = __ldcs(p + i + j * stride);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mix ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+    }
+    for (; i < count; i += stride) mix ^= p[i].x;
+    if (mix == 0x12345678u) *sink = mix;
+}

@@ -1,0 +1,36 @@
+//! The contract suite between two processes on two GPUs.
+use std::time::Duration;
+
+use afd_gpu::channel::StepLimits;
+use afd_gpu::channel::contract::{self, Abilities, Side};
+use afd_gpu::{Device, Region};
+
+use crate::Result;
+use crate::peer::{Opener, Peer, Wire};
+
+pub(crate) fn run(device: &Device) -> Result<String> {
+    let mut text = String::new();
+    let mut failed = false;
+    for kind in ["cuda-ipc", "nccl"] {
+        let outcome = Peer::start(&format!("contract {kind}"))
+            .and_then(|mut peer| play(device, Side::Attention, kind, &mut peer.wire));
+        failed |= outcome.is_err();
+        text += &match outcome {
+            Ok(()) => format!("contract of step channels, {kind}: kept\n"),
+            Err(e) => format!("contract of step channels, {kind}: {e}\n"),
+        };
+    }
+    if failed { Err(text.into()) } else { Ok(text) }
+}
+
+pub(crate) fn play(device: &Device, side: Side, kind: &str, wire: &mut Wire) -> Result<()> {
+    let limits = StepLimits { num_slots: 2, max_rows: 256, row_bytes: 4096, patience: Duration::from_secs(2) };
+    let stream = device.stream()?;
+    let arena = Region::alloc(device, contract::ARENA_BYTES)?;
+    let abilities = Abilities { notices_silence: kind == "cuda-ipc" };
+    let mut ends = Opener { device, side, kind, limits, wire };
+    let used = contract::run(&stream, &arena, side, abilities, &mut ends)?;
+    wire.meet()?;
+    drop(used);
+    wire.meet()
+}

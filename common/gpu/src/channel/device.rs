@@ -1,0 +1,249 @@
+//! Channels by kernels: the sender writes into memory that the receiver allocated, through a mapping of it (GPUs of one
+//! host, over NVLink) or as it is (both ends on one device, for tests and the monolithic mode).
+//!
+//! What `kill -9` of one end does to the other is written in `deploy/bench/results/`.
+use crate::channel::{Form, Frame, Landed, StepChannel, StepError, StepLimits};
+use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
+
+/// Blocks of a put, each with its own flag, as in `channel.cu`.
+const BLOCKS: usize = 16;
+const ROWS_AT: usize = 256;
+const DATA_AT: usize = 512;
+/// Exported allocations are at least this large, so that they share no page with anything else.
+const LEAST_BYTES: usize = 2 << 20;
+
+/// What a receiver tells its peer: how to open its memory, and the sizes to agree on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Opens the memory in another process of the same host.
+    pub handle: [u8; 64],
+    /// Frames at once.
+    pub num_slots: usize,
+    /// Rows of a frame.
+    pub max_rows: usize,
+    /// Bytes of a row.
+    pub row_bytes: usize,
+}
+
+/// Memory that one end receives into, fresh for this channel and never used by another.
+#[derive(Debug)]
+pub struct Landing {
+    device: Device,
+    limits: StepLimits,
+    memory: Region,
+}
+
+impl Landing {
+    /// # Errors
+    /// [`StepError::BadFrame`] for impossible limits, [`StepError::Gpu`].
+    pub fn new(device: &Device, limits: StepLimits) -> Result<Self, StepError> {
+        limits.check()?;
+        let bytes = (limits.num_slots * slot_bytes(&limits)).max(LEAST_BYTES);
+        Ok(Self { device: device.clone(), limits, memory: Region::zeroed(device, bytes)? })
+    }
+
+    /// For the peer process.
+    ///
+    /// # Errors
+    /// [`StepError::Gpu`] where memory cannot be shared between processes.
+    pub fn offer(&self) -> Result<Offer, StepError> {
+        let StepLimits { num_slots, max_rows, row_bytes, .. } = self.limits;
+        Ok(Offer { handle: self.memory.export()?, num_slots, max_rows, row_bytes })
+    }
+}
+
+/// See the module's head.
+pub struct DeviceChannel {
+    limits: StepLimits,
+    kernels: Kernels,
+    landing: Region,
+    peer: Region,
+    /// `[slots, BLOCKS]` of what this end has put, and of what it has waited for.
+    sent: Region,
+    received: Region,
+    status: Region,
+    host_status: HostWords,
+    open_early: bool,
+}
+
+struct Kernels {
+    put: Kernel,
+    flag: Kernel,
+    wait: Kernel,
+    put_packets: Kernel,
+    wait_packets: Kernel,
+}
+
+impl DeviceChannel {
+    /// Opens the peer's memory. Both ends have exchanged offers then.
+    ///
+    /// # Errors
+    /// [`StepError::BadFrame`] when the two ends' sizes differ, [`StepError::Gpu`].
+    pub fn connect(landing: Landing, offer: &Offer) -> Result<Self, StepError> {
+        let own = landing.limits;
+        if (offer.num_slots, offer.max_rows, offer.row_bytes) != (own.num_slots, own.max_rows, own.row_bytes) {
+            return Err(StepError::BadFrame(format!("own sizes are {own:?}, the peer's are {offer:?}")));
+        }
+        let bytes = landing.memory.len();
+        let peer = Region::open_handle(&landing.device, &offer.handle, bytes)?;
+        Self::new(landing, peer)
+    }
+
+    /// Both ends, on one device.
+    ///
+    /// # Errors
+    /// As [`Landing::new`].
+    pub fn local_pair(device: &Device, limits: StepLimits) -> Result<(Self, Self), StepError> {
+        let (a, b) = (Landing::new(device, limits)?, Landing::new(device, limits)?);
+        let (memory_a, memory_b) = (a.memory.clone(), b.memory.clone());
+        Ok((Self::new(a, memory_b)?, Self::new(b, memory_a)?))
+    }
+
+    fn new(landing: Landing, peer: Region) -> Result<Self, StepError> {
+        let Landing { device, limits, memory } = landing;
+        let module = Module::load(&device, Source::Channel, &[])?;
+        let kernels = Kernels {
+            put: module.kernel("channel_put", 0)?,
+            flag: module.kernel("channel_flag", 0)?,
+            wait: module.kernel("channel_wait", 0)?,
+            put_packets: module.kernel("channel_put_packets", 0)?,
+            wait_packets: module.kernel("channel_wait_packets", 0)?,
+        };
+        let sequences = || Region::zeroed(&device, limits.num_slots * BLOCKS * 4);
+        Ok(Self {
+            limits,
+            kernels,
+            landing: memory,
+            peer,
+            sent: sequences()?,
+            received: sequences()?,
+            status: Region::zeroed(&device, 32)?,
+            host_status: HostWords::new(&device, 8)?,
+            open_early: false,
+        })
+    }
+
+    /// Lets kernels behind a wait that were launched to overlap take their places while it waits: weights are then read
+    /// while rows are on their way. Only where nothing else must run on the device meanwhile (one stage at a time):
+    /// what has taken a place does not leave it.
+    pub fn set_open_early(&mut self, open_early: bool) {
+        self.open_early = open_early;
+    }
+
+    fn slot(&self, memory: &Region, slot: usize) -> Result<Region, GpuError> {
+        let bytes = slot_bytes(&self.limits);
+        memory.part(slot * bytes..(slot + 1) * bytes)
+    }
+
+    fn sequences(&self, of: &Region, slot: usize) -> Result<Region, GpuError> {
+        of.part(slot * BLOCKS * 4..(slot + 1) * BLOCKS * 4)
+    }
+}
+
+impl StepChannel for DeviceChannel {
+    fn limits(&self) -> &StepLimits {
+        &self.limits
+    }
+
+    fn put(
+        &mut self,
+        stream: &Stream,
+        frame: Frame,
+        rows: &Region,
+        num_rows: Option<&Region>,
+    ) -> Result<(), StepError> {
+        self.limits.check_frame(&frame, Some(rows))?;
+        let (slot, sequences) = (self.slot(&self.peer, frame.slot)?, self.sequences(&self.sent, frame.slot)?);
+        let bytes = frame.rows * self.limits.row_bytes;
+        let (kernel, threads) = match frame.form {
+            Form::Rows => (&self.kernels.put, threads_for(bytes / 16)),
+            Form::Packets => (&self.kernels.put_packets, threads_for(bytes / 8)),
+        };
+        let launch = Launch::new(kernel, (BLOCKS as u32, 1), threads).overlap(true).opens_late();
+        let launch = launch.region(rows).region(&slot).region(&sequences).region(&self.status);
+        let launch = launch.u32(frame.identity.word()).maybe(num_rows).size(frame.rows)?;
+        let launch = match frame.form {
+            Form::Rows => launch.size(self.limits.row_bytes / 16)?,
+            Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.limits))?,
+        };
+        // SAFETY: channel_put's or channel_put_packets' arguments; the frame fits the limits, and so do both slots.
+        Ok(unsafe { launch.enqueue(stream) }?)
+    }
+
+    fn wait(&mut self, stream: &Stream, frame: Frame) -> Result<Landed, StepError> {
+        self.limits.check_frame(&frame, None)?;
+        let (slot, sequences) =
+            (self.slot(&self.landing, frame.slot)?, self.sequences(&self.received, frame.slot)?);
+        let bytes = frame.rows * self.limits.row_bytes;
+        let (kernel, blocks, threads) = match frame.form {
+            Form::Rows => (&self.kernels.wait, 1, 32),
+            Form::Packets => (&self.kernels.wait_packets, BLOCKS as u32, threads_for(bytes / 8)),
+        };
+        // Behind a put it may start at once: the put let it only when everything before had ended.
+        let launch = Launch::new(kernel, (blocks, 1), threads).overlap(stream.opens_late().get());
+        let launch = launch.region(&slot).region(&sequences).region(&self.status).u64(self.host_status.address());
+        let launch = launch.size(frame.slot)?.u32(frame.identity.word());
+        let launch = launch.u64(u64::try_from(self.limits.patience.as_nanos()).unwrap_or(u64::MAX));
+        let launch = match frame.form {
+            Form::Rows => launch,
+            Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.limits))?,
+        };
+        let launch = launch.u32(u32::from(self.open_early));
+        // SAFETY: channel_wait's or channel_wait_packets' arguments; the frame fits the limits and so does the slot;
+        // the host's words live as long as the channel, which waits for its device when it is dropped.
+        unsafe { launch.enqueue(stream) }?;
+        Ok(Landed {
+            rows: slot.part(DATA_AT..DATA_AT + bytes)?,
+            num_rows: slot.part(ROWS_AT..ROWS_AT + 4)?,
+        })
+    }
+
+    fn direct(&self, slot: usize) -> Option<Region> {
+        let bytes = self.limits.max_rows * self.limits.row_bytes;
+        (slot < self.limits.num_slots).then_some(())?;
+        self.slot(&self.peer, slot).and_then(|s| s.part(DATA_AT..DATA_AT + bytes)).ok()
+    }
+
+    fn put_written(&mut self, stream: &Stream, frame: Frame, num_rows: Option<&Region>) -> Result<(), StepError> {
+        self.limits.check_frame(&frame, None)?;
+        if frame.form != Form::Rows {
+            return Err(StepError::BadFrame("rows written by kernels cannot travel as packets".to_owned()));
+        }
+        let (slot, sequences) = (self.slot(&self.peer, frame.slot)?, self.sequences(&self.sent, frame.slot)?);
+        let launch = Launch::new(&self.kernels.flag, (1, 1), 32).overlap(true).opens_late();
+        let launch = launch.region(&slot).region(&sequences).region(&self.status);
+        let launch = launch.u32(frame.identity.word()).maybe(num_rows).size(frame.rows)?;
+        // SAFETY: channel_flag's arguments; the frame fits the limits and so does the slot.
+        Ok(unsafe { launch.enqueue(stream) }?)
+    }
+
+    fn check(&self) -> Result<(), StepError> {
+        read_status(&self.host_status, &self.limits)
+    }
+}
+
+/// What the kernels' `Status` says.
+pub(super) fn read_status(status: &HostWords, limits: &StepLimits) -> Result<(), StepError> {
+    let word = |i| status.get(i).unwrap_or_default();
+    let long = |i| u64::from(word(i)) | u64::from(word(i + 1)) << 32;
+    let (slot, seen, expected) = (word(1), long(2), long(4));
+    match word(0) {
+        0 => Ok(()),
+        1 => Err(StepError::Late { slot, patience: limits.patience, seen, expected }),
+        2 => Err(StepError::Foreign { slot, seen, expected }),
+        _ => Err(StepError::Ahead { slot, seen, expected }),
+    }
+}
+
+/// Threads of each of the blocks that move `units`: few when there are few.
+fn threads_for(units: usize) -> u32 {
+    (units.div_ceil(BLOCKS).next_multiple_of(32) as u32).clamp(32, 512)
+}
+
+fn packets_at(limits: &StepLimits) -> usize {
+    (DATA_AT + limits.max_rows * limits.row_bytes).next_multiple_of(128)
+}
+
+fn slot_bytes(limits: &StepLimits) -> usize {
+    (packets_at(limits) + 16 * (1 + limits.max_rows * limits.row_bytes / 8)).next_multiple_of(512)
+}

@@ -1,0 +1,192 @@
+//! Kernels, compiled for the device at hand when they are first asked for.
+use std::ffi::{CStr, CString};
+use std::sync::Arc;
+
+use cudarc::driver::{CudaFunction, CudaModule, sys as driver};
+use cudarc::nvrtc::{Ptx, sys as nvrtc};
+
+use crate::{Device, GpuError};
+
+const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
+
+/// A kernel file, without its constants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// Puts and waits of step channels.
+    Channel,
+    /// Mixture of experts for few rows.
+    Moe,
+    /// Decode attention over a latent cache.
+    Mla,
+    /// Norms, rope and cache write, argmax.
+    Rows,
+    /// Seeded numbers.
+    Random,
+}
+
+impl Source {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Channel, Self::Moe, Self::Mla, Self::Rows, Self::Random];
+
+    fn file(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Channel => ("channel.cu", include_str!("../kernels/channel.cu")),
+            Self::Moe => ("moe.cu", include_str!("../kernels/moe.cu")),
+            Self::Mla => ("mla.cu", include_str!("../kernels/mla.cu")),
+            Self::Rows => ("rows.cu", include_str!("../kernels/rows.cu")),
+            Self::Random => ("random.cu", include_str!("../kernels/random.cu")),
+        }
+    }
+
+    /// Machine code for `arch`, such as `sm_90a`. Needs NVRTC, but no GPU.
+    ///
+    /// # Errors
+    /// [`GpuError::NoLibrary`] without NVRTC, [`GpuError::Compile`] with the compiler's log.
+    pub fn compile(self, arch: &str, constants: &[(&str, i64)]) -> Result<Vec<u8>, GpuError> {
+        let (file, text) = self.file();
+        // SAFETY: loads libnvrtc if it is there.
+        if !unsafe { nvrtc::is_culib_present() } {
+            return Err(GpuError::NoLibrary { library: "libnvrtc.so" });
+        }
+        let mut options = vec![
+            format!("--gpu-architecture={arch}"),
+            "--std=c++17".to_owned(),
+            "-default-device".to_owned(),
+        ];
+        options.extend(constants.iter().map(|(name, value)| format!("-D{name}={value}")));
+        Program::new(file, &format!("{PRELUDE}\n#line 1 \"{file}\"\n{text}"))?.compile(file, &options)
+    }
+}
+
+/// A compiled kernel file on a device.
+#[derive(Clone, Debug)]
+pub struct Module {
+    file: &'static str,
+    inner: Arc<CudaModule>,
+}
+
+impl Module {
+    /// Compiles `source` with `constants` for `device` and loads it: about 0.3 s, so once per shape, at start.
+    ///
+    /// # Errors
+    /// As [`Source::compile`], and [`GpuError::Driver`].
+    pub fn load(device: &Device, source: Source, constants: &[(&str, i64)]) -> Result<Self, GpuError> {
+        let (major, minor) = device.arch();
+        // Copies of the engine in 9.0 need its own instruction set, which no other device runs.
+        let own = if major >= 9 { "a" } else { "" };
+        let image = source.compile(&format!("sm_{major}{minor}{own}"), constants)?;
+        let inner = device.context().load_module(Ptx::from_binary(image));
+        Ok(Self { file: source.file().0, inner: inner.map_err(GpuError::driver("loading kernels"))? })
+    }
+
+    /// The kernel `name`, allowed `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] when there is none or the device has less shared memory.
+    pub fn kernel(&self, name: &'static str, shared_bytes: usize) -> Result<Kernel, GpuError> {
+        let function = self.inner.load_function(name).map_err(GpuError::driver(name))?;
+        let attribute = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        if shared_bytes > 48 << 10 {
+            function.set_attribute(attribute, shared_bytes as i32).map_err(GpuError::driver(name))?;
+        }
+        Ok(Kernel { name, function, shared_bytes: shared_bytes as u32 })
+    }
+
+    /// Where it came from.
+    pub fn file(&self) -> &'static str {
+        self.file
+    }
+}
+
+/// One kernel, ready to be launched by the operation that knows its arguments.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    name: &'static str,
+    function: CudaFunction,
+    shared_bytes: u32,
+}
+
+impl Kernel {
+    /// As in the kernel file.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(crate) fn function(&self) -> driver::CUfunction {
+        self.function.cu_function()
+    }
+
+    pub(crate) fn shared_bytes(&self) -> u32 {
+        self.shared_bytes
+    }
+}
+
+/// An NVRTC program, destroyed with the value.
+struct Program {
+    handle: nvrtc::nvrtcProgram,
+    _text: CString,
+}
+
+impl Program {
+    fn new(file: &'static str, text: &str) -> Result<Self, GpuError> {
+        let broken = |what: &str| GpuError::Compile { file, log: what.to_owned() };
+        let text = CString::new(text).map_err(|_| broken("has a zero byte"))?;
+        let name = CString::new(file).map_err(|_| broken("name has a zero byte"))?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: both strings end with zero and live through the call; the text is kept beside the handle.
+        let made = unsafe {
+            nvrtc::nvrtcCreateProgram(
+                &mut handle,
+                text.as_ptr(),
+                name.as_ptr(),
+                0,
+                std::ptr::null(),
+                std::ptr::null(),
+            )
+        };
+        made.result().map_err(|e| broken(&e.to_string()))?;
+        Ok(Self { handle, _text: text })
+    }
+
+    fn compile(&self, file: &'static str, options: &[String]) -> Result<Vec<u8>, GpuError> {
+        let broken = |log: String| GpuError::Compile { file, log };
+        let options: Vec<_> = options.iter().filter_map(|o| CString::new(o.as_str()).ok()).collect();
+        let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
+        // SAFETY: the pointers are valid strings through the call.
+        let done = unsafe {
+            nvrtc::nvrtcCompileProgram(self.handle, pointers.len() as i32, pointers.as_ptr().cast_mut()).result()
+        };
+        if let Err(e) = done {
+            return Err(broken(format!("{e}: {}", self.log())));
+        }
+        let mut size = 0;
+        // SAFETY: a compiled program; the buffer has the size that it asked for.
+        unsafe {
+            nvrtc::nvrtcGetCUBINSize(self.handle, &mut size).result().map_err(|e| broken(e.to_string()))?;
+            let mut image = vec![0u8; size];
+            let got = nvrtc::nvrtcGetCUBIN(self.handle, image.as_mut_ptr().cast());
+            got.result().map_err(|e| broken(e.to_string()))?;
+            Ok(image)
+        }
+    }
+
+    fn log(&self) -> String {
+        let mut size = 0;
+        // SAFETY: a live program; the buffer has the size that it asked for and ends with zero.
+        unsafe {
+            if nvrtc::nvrtcGetProgramLogSize(self.handle, &mut size).result().is_err() {
+                return String::new();
+            }
+            let mut log = vec![0u8; size.max(1)];
+            let _ = nvrtc::nvrtcGetProgramLog(self.handle, log.as_mut_ptr().cast());
+            CStr::from_bytes_until_nul(&log).map(|l| l.to_string_lossy().into_owned()).unwrap_or_default()
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, destroyed once.
+        let _ = unsafe { nvrtc::nvrtcDestroyProgram(&mut self.handle) };
+    }
+}

@@ -1,0 +1,133 @@
+//! Decode attention of a batch over a paged latent cache, with the projections absorbed: 16 heads, one row each.
+use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
+
+/// Dimensions of the cache. Heads are 16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MlaShape {
+    /// Rank of the latent, also the size of a head's result.
+    pub latent: usize,
+    /// Size of the rope key behind it.
+    pub rope: usize,
+    /// Tokens of a cache block.
+    pub block_size: usize,
+}
+
+/// What changes from step to step but not from layer to layer.
+#[derive(Clone, Debug)]
+pub struct MlaStep {
+    /// Sequences, padded.
+    pub batch: usize,
+    /// Blocks of each, `[batch, max_blocks]` i32.
+    pub block_table: Region,
+    /// Columns of the block table.
+    pub max_blocks: usize,
+    /// Tokens in the cache of each, `[batch]` i32; 0 for padding.
+    pub seq_lens: Region,
+}
+
+/// The kernels for a shape, with the memory between them.
+#[derive(Debug)]
+pub struct Mla {
+    shape: MlaShape,
+    max_batch: usize,
+    blocks: u32,
+    plan: Kernel,
+    decode: Kernel,
+    combine: Kernel,
+    tile_starts: Region,
+    part_out: Region,
+    part_max_sum: Region,
+}
+
+const HEADS: usize = 16;
+const WARPS: u32 = 8;
+const STAGES: usize = 5;
+
+impl Mla {
+    /// Compiles for `shape` and up to `max_batch` sequences.
+    ///
+    /// # Errors
+    /// [`GpuError::Unsupported`] for other sizes than the kernel's; otherwise as [`Module::load`].
+    pub fn new(device: &Device, shape: MlaShape, max_batch: usize) -> Result<Self, GpuError> {
+        if !shape.latent.is_multiple_of(128) || !(shape.latent + shape.rope).is_multiple_of(64) || shape.latent > 512 {
+            return Err(GpuError::unsupported(format!("latent {} + {}", shape.latent, shape.rope)));
+        }
+        if !shape.block_size.is_power_of_two() || max_batch == 0 || max_batch > 1024 {
+            return Err(GpuError::unsupported(format!("blocks of {}, batch {max_batch}", shape.block_size)));
+        }
+        let constants = [
+            ("LATENT", shape.latent as i64),
+            ("ROPE", shape.rope as i64),
+            ("BLOCK_SIZE", shape.block_size as i64),
+            ("STAGES", STAGES as i64),
+        ];
+        let module = Module::load(device, Source::Mla, &constants)?;
+        let ring = STAGES * 32 * ((shape.latent + shape.rope) * 2 + 16);
+        let scores = 2 * 2 * HEADS * 72 * 4;
+        let parts = device.num_multiprocessors() as usize + max_batch;
+        Ok(Self {
+            shape,
+            max_batch,
+            blocks: device.num_multiprocessors(),
+            plan: module.kernel("mla_plan", 0)?,
+            decode: module.kernel("mla_decode", ring + scores)?,
+            combine: module.kernel("mla_combine", 0)?,
+            tile_starts: Region::zeroed(device, (max_batch + 1) * 4)?,
+            part_out: Region::alloc(device, parts * HEADS * shape.latent * 4)?,
+            part_max_sum: Region::alloc(device, parts * HEADS * 8)?,
+        })
+    }
+
+    /// Enqueues what all layers of a step share: who does which part of which sequence.
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`], [`GpuError::Driver`].
+    pub fn plan(&self, stream: &Stream, step: &MlaStep) -> Result<(), GpuError> {
+        self.check(step)?;
+        let launch = Launch::new(&self.plan, (1, 1), 1024);
+        let launch = launch.region(&step.seq_lens).region(&self.tile_starts).size(step.batch)?;
+        // SAFETY: mla_plan's arguments; sizes were checked or chosen in `new`.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// Enqueues one layer behind its step's [`plan`](Self::plan): `query` `[batch, 16, latent + rope]`, `cache`
+    /// `[blocks, block_size, latent + rope]`, `out` `[batch, 16, latent]`, all bf16. Scores are scaled by `scale`.
+    /// Every entry of the block table that the lengths reach names a block of the cache.
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`], [`GpuError::Driver`].
+    pub fn decode(
+        &self,
+        stream: &Stream,
+        step: &MlaStep,
+        query: &Region,
+        cache: &Region,
+        scale: f32,
+        out: &Region,
+    ) -> Result<(), GpuError> {
+        self.check(step)?;
+        let MlaShape { latent, rope, .. } = self.shape;
+        query.expect("queries", step.batch * HEADS * (latent + rope) * 2)?;
+        out.expect("attention result", step.batch * HEADS * latent * 2)?;
+        let launch = Launch::new(&self.decode, (self.blocks, 1), (WARPS + 1) * 32).overlap(true);
+        let launch = launch.region(query).region(cache).region(&step.block_table).region(&step.seq_lens);
+        let launch = launch.region(&self.tile_starts).region(&self.part_out).region(&self.part_max_sum);
+        let launch = launch.size(step.batch)?.size(step.max_blocks)?.f32(scale * std::f32::consts::LOG2_E);
+        // SAFETY: mla_decode's arguments; sizes were checked or chosen in `new`; block ids are the caller's.
+        unsafe { launch.enqueue(stream)? };
+        let launch = Launch::new(&self.combine, (step.batch as u32, 4), 256).overlap(true);
+        let launch = launch.region(&self.part_out).region(&self.part_max_sum).region(&self.tile_starts).region(out);
+        let launch = launch.size(step.batch)?.u32(self.blocks);
+        // SAFETY: mla_combine's arguments; sizes were checked or chosen in `new`.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    fn check(&self, step: &MlaStep) -> Result<(), GpuError> {
+        if step.batch == 0 || step.batch > self.max_batch {
+            return Err(GpuError::unsupported(format!("batch {} of {}", step.batch, self.max_batch)));
+        }
+        step.seq_lens.expect("lengths", step.batch * 4)?;
+        step.block_table.expect("block table", step.batch * step.max_blocks * 4)?;
+        Ok(())
+    }
+}

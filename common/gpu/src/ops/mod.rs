@@ -1,0 +1,9 @@
+//! What a decoder layer needs for few rows, each made of one or a few kernels: made once for its shapes, then enqueued
+//! as often as one likes, also into a graph. Nothing here allocates when it is enqueued.
+mod mla;
+mod moe;
+mod rows;
+
+pub use mla::{Mla, MlaShape, MlaStep};
+pub use moe::{Moe, MoeOutput, MoeShape, MoeWeights};
+pub use rows::{MlaWrite, Rows};

@@ -1,0 +1,335 @@
+//! A mixture-of-experts layer for few rows: four kernels that overlap at their ends.
+use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
+
+/// Dimensions of a layer and how its router chooses: softmax scores, the best `top_k`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MoeShape {
+    /// Elements of a row.
+    pub hidden: usize,
+    /// Inner size of one expert.
+    pub intermediate: usize,
+    /// Routed experts of the whole layer.
+    pub num_experts: usize,
+    /// Experts that each row goes to.
+    pub top_k: usize,
+    /// Shared experts of the same inner size, stored behind the routed ones. A shared expert of twice the size is two:
+    /// its gate and up rows, and its down columns, cut in halves.
+    pub num_shared: usize,
+    /// Whether the chosen weights are scaled to sum to one.
+    pub normalize: bool,
+}
+
+/// What the combined rows are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MoeOutput {
+    /// Rounded: the whole layer's result.
+    Bf16,
+    /// Partial sums of one of several shards.
+    F32,
+}
+
+/// Weights of a layer, all bf16.
+#[derive(Clone, Debug)]
+pub struct MoeWeights {
+    /// `[num_experts, hidden]`
+    pub router: Region,
+    /// `[experts here + num_shared, 2 * intermediate, hidden]`: of each expert the gate's rows, then up's.
+    pub gate_up: Region,
+    /// `[experts here + num_shared, hidden, intermediate]`
+    pub down: Region,
+    /// Which routed experts are here.
+    pub first_expert: usize,
+    /// How many; the shared experts' weights come behind them. All of them, for now.
+    pub num_here: usize,
+    /// Factor on every routed weight.
+    pub scale: f32,
+}
+
+/// The kernels for a shape and up to `max_rows` rows, with the memory between them.
+#[derive(Debug)]
+pub struct Moe {
+    shape: MoeShape,
+    max_rows: usize,
+    blocks: u32,
+    overlap: bool,
+    router: Kernel,
+    gate_up: Kernel,
+    down: Kernel,
+    combine: Kernel,
+    threads_up: u32,
+    threads_down: u32,
+    logits: Region,
+    routing: Region,
+    weights: Region,
+    tickets: Region,
+    hidden: Region,
+    partial: Region,
+}
+
+/// Most shared memory of a block of one that has a multiprocessor for itself.
+const SHARED_BYTES: usize = 227 << 10;
+
+impl Moe {
+    /// Most rows of a call.
+    pub const MAX_ROWS: usize = 256;
+
+    /// Compiles for `shape` and calls of up to `max_rows` rows. Fewer rows go faster through a `Moe` made for fewer:
+    /// up to 8, up to 16 and beyond are different kernels.
+    ///
+    /// # Errors
+    /// [`GpuError::Unsupported`] for shapes that do not divide into tiles; otherwise as [`Module::load`].
+    pub fn new(device: &Device, shape: MoeShape, max_rows: usize, output: MoeOutput) -> Result<Self, GpuError> {
+        let plan = Plan::of(&shape, max_rows)?;
+        let constants = [
+            ("HIDDEN", shape.hidden as i64),
+            ("INTER", shape.intermediate as i64),
+            ("EXPERTS", shape.num_experts as i64),
+            ("TOP_K", shape.top_k as i64),
+            ("SHARED", shape.num_shared as i64),
+            ("NORMALIZE", i64::from(shape.normalize)),
+            ("MAX_ROWS", Self::MAX_ROWS as i64),
+            ("OUT_F32", i64::from(output == MoeOutput::F32)),
+            ("NT", plan.row_tiles as i64),
+            ("WARPS_UP", plan.up.warps as i64),
+            ("WARPS_DOWN", plan.down.warps as i64),
+            ("STAGES_UP", plan.up.stages as i64),
+            ("STAGES_DOWN", plan.down.stages as i64),
+        ];
+        let module = Module::load(device, Source::Moe, &constants)?;
+        let choices = shape.top_k + shape.num_shared;
+        let routing_ints = 4
+            + 4 * (shape.num_experts + Self::MAX_ROWS * shape.top_k / (plan.row_tiles * 8))
+            + 2 * Self::MAX_ROWS * shape.top_k;
+        Ok(Self {
+            shape,
+            max_rows,
+            blocks: device.num_multiprocessors(),
+            overlap: true,
+            router: module.kernel("moe_router", 0)?,
+            gate_up: module.kernel("moe_gate_up", plan.up.bytes)?,
+            down: module.kernel("moe_down", plan.down.bytes)?,
+            combine: module.kernel("moe_combine", 0)?,
+            threads_up: (plan.up.warps as u32 + 1) * 32,
+            threads_down: (plan.down.warps as u32 + 1) * 32,
+            logits: Region::alloc(device, max_rows * shape.num_experts * 4)?,
+            routing: Region::zeroed(device, routing_ints * 4)?,
+            weights: Region::alloc(device, max_rows * shape.top_k * 4)?,
+            tickets: Region::zeroed(device, (1 + max_rows.div_ceil(8)) * 4)?,
+            hidden: Region::alloc(device, max_rows * choices * shape.intermediate * 2)?,
+            partial: Region::alloc(device, max_rows * choices * shape.hidden * 4)?,
+        })
+    }
+
+    /// Whether kernels may start before the ones ahead of them have ended (the default): weights are then on their way
+    /// while rows are still being made.
+    pub fn set_overlap(&mut self, overlap: bool) {
+        self.overlap = overlap;
+    }
+
+    /// Which kernel instructions a call of up to `max_rows` rows needs: calls with equal values can share a `Moe`.
+    pub fn row_class(max_rows: usize) -> usize {
+        match max_rows {
+            0..=8 => 1,
+            9..=16 => 2,
+            _ => 4,
+        }
+    }
+
+    /// Enqueues the layer: `x` `[max_rows, hidden]` bf16 to `out`, of the type that was chosen. Only the first
+    /// `num_rows` (one i32 on the device; all when absent) are real: the others are not routed and come out as zeros.
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`] when the weights are a part of the experts;
+    /// [`GpuError::Driver`].
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        weights: &MoeWeights,
+        x: &Region,
+        num_rows: Option<&Region>,
+        out: &Region,
+    ) -> Result<(), GpuError> {
+        self.route(stream, weights, x, num_rows)?;
+        self.gate_up(stream, weights, x)?;
+        self.down(stream, weights)?;
+        self.combine(stream, num_rows, out)
+    }
+
+    /// The first part of [`enqueue`](Self::enqueue): which rows go to which expert.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn route(
+        &self,
+        stream: &Stream,
+        weights: &MoeWeights,
+        x: &Region,
+        num_rows: Option<&Region>,
+    ) -> Result<(), GpuError> {
+        let shape = &self.shape;
+        weights.router.expect("router", shape.num_experts * shape.hidden * 2)?;
+        x.expect("rows", self.max_rows * shape.hidden * 2)?;
+        if let Some(num_rows) = num_rows {
+            num_rows.expect("number of rows", 4)?;
+        }
+        if (weights.first_expert, weights.num_here) != (0, shape.num_experts) {
+            return Err(GpuError::unsupported("a part of the experts"));
+        }
+        let grid = (self.max_rows.div_ceil(8) as u32, (shape.num_experts / 16) as u32);
+        let launch = Launch::new(&self.router, grid, 256).overlap(self.overlap);
+        let launch = launch.region(x).region(&weights.router).region(&self.logits).region(&self.routing);
+        let launch = launch.region(&self.weights).region(&self.tickets).maybe(num_rows);
+        let launch = launch.size(self.max_rows)?.f32(weights.scale);
+        let launch = launch.size(weights.first_expert)?.size(weights.num_here)?;
+        // SAFETY: moe_router's arguments; sizes were checked above or chosen in `new`.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// A part of [`enqueue`](Self::enqueue), behind the one before.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gate_up(&self, stream: &Stream, weights: &MoeWeights, x: &Region) -> Result<(), GpuError> {
+        let shape = &self.shape;
+        let experts = weights.num_here + shape.num_shared;
+        weights.gate_up.expect("gate and up", experts * 2 * shape.intermediate * shape.hidden * 2)?;
+        let launch = Launch::new(&self.gate_up, (self.blocks, 1), self.threads_up).overlap(self.overlap);
+        let launch = launch.region(&weights.gate_up).region(x).region(&self.hidden).region(&self.routing);
+        let launch = launch.size(self.max_rows)?;
+        // SAFETY: moe_gate_up's arguments; sizes were checked above, in `route`, or chosen in `new`.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// A part of [`enqueue`](Self::enqueue), behind the one before.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn down(&self, stream: &Stream, weights: &MoeWeights) -> Result<(), GpuError> {
+        let shape = &self.shape;
+        let experts = weights.num_here + shape.num_shared;
+        weights.down.expect("down", experts * shape.hidden * shape.intermediate * 2)?;
+        let launch = Launch::new(&self.down, (self.blocks, 1), self.threads_down).overlap(self.overlap);
+        let launch = launch.region(&weights.down).region(&self.hidden).region(&self.partial);
+        let launch = launch.region(&self.routing).size(self.max_rows)?;
+        // SAFETY: moe_down's arguments; sizes were checked above or chosen in `new`.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// A part of [`enqueue`](Self::enqueue), behind the one before.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn combine(&self, stream: &Stream, num_rows: Option<&Region>, out: &Region) -> Result<(), GpuError> {
+        out.expect("result", self.max_rows * self.shape.hidden * 2)?;
+        let threads = (self.shape.hidden / 8) as u32;
+        let launch = Launch::new(&self.combine, (self.max_rows as u32, 1), threads).overlap(self.overlap);
+        let launch = launch.region(&self.partial).region(&self.weights).region(out).maybe(num_rows);
+        let launch = launch.size(self.max_rows)?;
+        // SAFETY: moe_combine's arguments; sizes were checked above or chosen in `new`.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// Logits of the last call, `[max_rows, num_experts]` f32.
+    pub fn logits(&self) -> &Region {
+        &self.logits
+    }
+}
+
+/// How the kernels are cut for a shape.
+#[derive(Debug, PartialEq, Eq)]
+struct Plan {
+    row_tiles: usize,
+    up: Ring,
+    down: Ring,
+}
+
+/// Warps that share the inner dimension, tiles in flight, shared memory.
+#[derive(Debug, PartialEq, Eq)]
+struct Ring {
+    warps: usize,
+    stages: usize,
+    bytes: usize,
+}
+
+impl Plan {
+    fn of(shape: &MoeShape, max_rows: usize) -> Result<Self, GpuError> {
+        let refuse = |what: &str, value: usize| Err(GpuError::unsupported(format!("{what} {value}")));
+        if !shape.hidden.is_multiple_of(256) || shape.hidden > 8192 {
+            return refuse("hidden size", shape.hidden);
+        }
+        if !shape.intermediate.is_multiple_of(32) {
+            return refuse("intermediate size", shape.intermediate);
+        }
+        if !shape.num_experts.is_multiple_of(16) || shape.num_experts > 256 {
+            return refuse("experts", shape.num_experts);
+        }
+        if shape.top_k == 0 || shape.top_k > 32.min(shape.num_experts) {
+            return refuse("experts a row", shape.top_k);
+        }
+        if max_rows == 0 || max_rows > Moe::MAX_ROWS {
+            return refuse("rows", max_rows);
+        }
+        let row_tiles = Moe::row_class(max_rows);
+        let up = Ring::of(shape.hidden, row_tiles, 8, 12)?;
+        let down = Ring::of(shape.intermediate, row_tiles, 12, 12)?;
+        Ok(Self { row_tiles, up, down })
+    }
+}
+
+impl Ring {
+    /// The most warps up to `most` that divide `width` into chunks of 32, of which a warp holds at most 8 in registers.
+    fn of(width: usize, row_tiles: usize, most: usize, limit: usize) -> Result<Self, GpuError> {
+        let divides = |warps: &usize| (width / 32).is_multiple_of(*warps) && width / 32 / warps <= 8;
+        let warps = (1..=most).rev().find(divides).or_else(|| (most..=limit).find(divides));
+        let warps = warps.ok_or_else(|| GpuError::unsupported(format!("inner dimension {width}")))?;
+        let stage = 16 * (width * 2 + 64);
+        let reduction = warps * row_tiles * 512;
+        // Static shared memory takes up to 2 KiB. The kernel knows by the same sum whether the reduction has two buffers.
+        let room = SHARED_BYTES - 2048;
+        let stages = (room.saturating_sub(reduction) / stage).min(6);
+        if stages < 2 {
+            return Err(GpuError::unsupported(format!("inner dimension {width}")));
+        }
+        let buffers = if stages * stage + 2 * reduction <= room { 2 } else { 1 };
+        Ok(Self { warps, stages, bytes: stages * stage + buffers * reduction })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    pub(crate) const LITE: MoeShape = MoeShape {
+        hidden: 2048,
+        intermediate: 1408,
+        num_experts: 64,
+        top_k: 6,
+        num_shared: 2,
+        normalize: false,
+    };
+
+    #[test]
+    fn known_shapes_keep_three_tiles_in_flight() {
+        for rows in [1, 16, 128] {
+            let plan = Plan::of(&LITE, rows).unwrap();
+            assert_eq!((plan.up.warps, plan.down.warps), (8, 11));
+            assert!(plan.up.stages >= 3 && plan.down.stages >= 3, "{plan:?}");
+            assert!(plan.up.bytes.max(plan.down.bytes) <= SHARED_BYTES - 2048, "{plan:?}");
+        }
+        let qwen = MoeShape { intermediate: 768, num_experts: 128, top_k: 8, num_shared: 0, ..LITE };
+        assert_eq!(Plan::of(&qwen, 64).unwrap().down.warps, 12);
+    }
+
+    #[test]
+    fn refuses_what_does_not_divide() {
+        for shape in [
+            MoeShape { hidden: 2000, ..LITE },
+            MoeShape { intermediate: 1400, ..LITE },
+            MoeShape { num_experts: 60, ..LITE },
+            MoeShape { top_k: 0, ..LITE },
+        ] {
+            assert!(matches!(Plan::of(&shape, 8), Err(GpuError::Unsupported { .. })), "{shape:?}");
+        }
+        assert!(Plan::of(&LITE, 257).is_err());
+    }
+}

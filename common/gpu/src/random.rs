@@ -1,0 +1,72 @@
+//! Seeded numbers, made where they are used: the same on the device and here.
+use half::bf16;
+
+use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
+
+/// The kernels of `random.cu`.
+#[derive(Clone, Debug)]
+pub struct Random {
+    fill: Kernel,
+    read: Kernel,
+    blocks: u32,
+}
+
+impl Random {
+    /// # Errors
+    /// As [`Module::load`].
+    pub fn new(device: &Device) -> Result<Self, GpuError> {
+        let module = Module::load(device, Source::Random, &[])?;
+        let blocks = device.num_multiprocessors() * 8;
+        Ok(Self { fill: module.kernel("fill_uniform", 0)?, read: module.kernel("read_all", 0)?, blocks })
+    }
+
+    /// Fills `out` with bf16 numbers, uniform in `[-scale, scale)`: element i is [`uniform`]`(seed, i, scale)`.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn fill(&self, stream: &Stream, out: &Region, seed: u64, scale: f32) -> Result<(), GpuError> {
+        let launch = Launch::new(&self.fill, (self.blocks, 1), 256);
+        let launch = launch.region(out).u64(out.len() as u64 / 2).u64(seed).f32(scale);
+        // SAFETY: fill_uniform(bf16*, u64, u64, float) writes as many elements as the region has.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// Reads all of `from` and nothing else: for measuring what the device can.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn read(&self, stream: &Stream, from: &Region, sink: &Region) -> Result<(), GpuError> {
+        sink.expect("sink", 4)?;
+        let launch = Launch::new(&self.read, (self.blocks, 1), 256);
+        let launch = launch.region(from).u64(from.len() as u64 / 16).region(sink);
+        // SAFETY: read_all(uint4*, u64, u32*) reads as many units as the region has and writes one word.
+        unsafe { launch.enqueue(stream) }
+    }
+}
+
+/// Element `index` of what [`Random::fill`] makes.
+pub fn uniform(seed: u64, index: u64, scale: f32) -> bf16 {
+    let mut x = seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    x ^= x >> 33;
+    x = x.wrapping_mul(0xff51_afd7_ed55_8ccd);
+    x ^= x >> 33;
+    x = x.wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    x ^= x >> 33;
+    let bits = (x >> 40) as u32; // 24 bits: exact in f32
+    bf16::from_f32((bits as f32 * (2.0 / 16_777_216.0) - 1.0) * scale)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spread_evenly_and_different_by_seed() {
+        let values: Vec<f32> = (0..4096).map(|i| uniform(7, i, 2.0).to_f32()).collect();
+        let mean = values.iter().sum::<f32>() / 4096.0;
+        let variance = values.iter().map(|v| v * v).sum::<f32>() / 4096.0;
+        assert!(mean.abs() < 0.1, "{mean}");
+        assert!((variance - 4.0 / 3.0).abs() < 0.1, "{variance}");
+        assert_ne!(uniform(8, 0, 2.0), uniform(7, 0, 2.0));
+    }
+}

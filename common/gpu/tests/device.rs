@@ -1,0 +1,103 @@
+//! What one GPU can show; skipped, saying so, without one. Kernels compile for Hopper wherever NVRTC is.
+use std::thread;
+use std::time::Duration;
+
+use afd_gpu::channel::contract::{self, Abilities, Ends, Side};
+use afd_gpu::channel::{DeviceChannel, Form, Frame, Identity, StepChannel, StepError, StepLimits};
+use afd_gpu::{Device, GpuError, Region, Source, Stream};
+
+#[test]
+fn every_kernel_file_compiles_for_hopper() {
+    let moe = [
+        ("HIDDEN", 2048),
+        ("INTER", 1408),
+        ("EXPERTS", 64),
+        ("TOP_K", 6),
+        ("SHARED", 2),
+        ("NORMALIZE", 0),
+        ("MAX_ROWS", 256),
+        ("OUT_F32", 1),
+        ("NT", 2),
+        ("WARPS_UP", 8),
+        ("WARPS_DOWN", 11),
+        ("STAGES_UP", 3),
+        ("STAGES_DOWN", 4),
+    ];
+    let mla = [("LATENT", 512), ("ROPE", 64), ("BLOCK_SIZE", 16), ("STAGES", 5)];
+    for source in Source::ALL {
+        let constants: &[_] = match source {
+            Source::Moe => &moe,
+            Source::Mla => &mla,
+            _ => &[],
+        };
+        match source.compile("sm_90a", constants) {
+            Ok(image) => assert!(!image.is_empty()),
+            Err(GpuError::NoLibrary { library }) => return eprintln!("skipped: {library} is not here"),
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+#[test]
+fn a_device_that_is_not_there_is_an_error_not_a_panic() {
+    let error = Device::open(99).unwrap_err();
+    assert!(matches!(error, GpuError::NoDriver | GpuError::NoDevice { ordinal: 99, .. }), "{error}");
+}
+
+/// Channels made beforehand.
+struct Prepared(Vec<DeviceChannel>);
+
+impl Ends for Prepared {
+    fn open(&mut self, _stream: &Stream) -> Result<Box<dyn StepChannel>, StepError> {
+        let channel = self.0.pop().ok_or_else(|| StepError::Lost("no channel left".to_owned()))?;
+        Ok(Box::new(channel))
+    }
+}
+
+/// Launches everything once while nothing waits: a first launch may have to wait for what runs.
+fn warm(stream: &Stream, pair: &mut (DeviceChannel, DeviceChannel)) {
+    let rows = Region::zeroed(stream.device(), 4096).unwrap();
+    for form in [Form::Packets, Form::Rows] {
+        let identity = Identity { epoch: 1, layer: 0, stage: 0, combine: false };
+        let frame = Frame { slot: 0, identity, rows: 1, form };
+        pair.0.put(stream, frame, &rows, None).unwrap();
+        pair.1.wait(stream, frame).unwrap();
+    }
+    let identity = Identity { epoch: 1, layer: 0, stage: 0, combine: false };
+    let frame = Frame { slot: 1, identity, rows: 1, form: Form::Rows };
+    pair.0.put_written(stream, frame, None).unwrap();
+    pair.1.wait(stream, frame).unwrap();
+    stream.synchronize().unwrap();
+    pair.1.check().unwrap();
+}
+
+#[test]
+fn both_ends_on_one_device_keep_the_contract() {
+    if let Some(why) = Device::missing(1) {
+        return eprintln!("{why}");
+    }
+    let device = Device::open(0).unwrap();
+    let limits = StepLimits { num_slots: 2, max_rows: 64, row_bytes: 512, patience: Duration::from_secs(3) };
+    let (mut ends_a, mut ends_b) = (Prepared(Vec::new()), Prepared(Vec::new()));
+    for _ in 0..7 {
+        let (a, b) = DeviceChannel::local_pair(&device, limits).unwrap();
+        ends_a.0.push(a);
+        ends_b.0.push(b);
+    }
+    let streams = [device.stream().unwrap(), device.stream().unwrap()];
+    let arenas = [(); 2].map(|()| Region::alloc(&device, contract::ARENA_BYTES).unwrap());
+    warm(&streams[0], &mut DeviceChannel::local_pair(&device, limits).unwrap());
+    let abilities = Abilities { notices_silence: true };
+    let [stream_a, stream_b] = streams;
+    let (used_a, used_b) = thread::scope(|scope| {
+        let arena = &arenas[0];
+        let a = scope.spawn(move || contract::run(&stream_a, arena, Side::Attention, abilities, &mut ends_a));
+        let b = contract::run(&stream_b, &arenas[1], Side::Ffn, abilities, &mut ends_b);
+        (a.join().unwrap(), b)
+    });
+    if let (Err(a), Err(b)) = (&used_a, &used_b) {
+        panic!("{a}\n{b}");
+    }
+    used_a.unwrap();
+    used_b.unwrap();
+}
