@@ -1,39 +1,42 @@
 // Decode attention over a paged latent cache (MLA, absorbed): every head reads the same rows of LATENT + ROPE.
 //
-// Bound by reading the cache, so all sequences together are cut into tiles of 64 tokens and the tiles into one
-// contiguous range per block, whatever the lengths: no block waits for a long sequence. Bulk copies bring rows into a
-// ring of half tiles; the 16 heads are the 16 rows of the tensor core's A. A block that ends inside a sequence leaves a
-// partial sum; `mla_combine` joins them.
+// Bound by reading the cache, so all sequences together are cut into tiles of 32 tokens and the tiles into one
+// contiguous range per block, whatever the lengths: no block waits for a long sequence. Bulk copies bring tiles into a
+// ring; the 16 heads are the 16 rows of the tensor core's A. While one tile's probabilities are made, the next tile's
+// scores already are: one barrier a tile. A block that ends inside a sequence leaves a partial sum; `mla_combine` joins
+// them.
 //
-// Defined at compile time: LATENT (512), ROPE (64), BLOCK_SIZE (tokens of a cache block, a power of two), STAGES.
+// Defined at compile time: LATENT (512), ROPE (64), BLOCK_SIZE (tokens of a cache block, a power of two), STAGES, and
+// VARIANT, which leaves parts out for the benchmark: 1 no arithmetic, 2 whole tiles in one copy (wrong results).
 //
-// q [batch, 16, LATENT + ROPE] bf16, cache [blocks, BLOCK_SIZE, LATENT + ROPE] bf16, block_table [batch, max_blocks],
-// tile_starts [batch + 1]: tiles before each sequence. Part c + s belongs to block c's share of sequence s.
+// q [batch, 16, LATENT + ROPE] bf16, cache [blocks, BLOCK_SIZE, LATENT + ROPE] bf16, block_table [batch, max_blocks].
+// plan: int4 {first tile, end tile, sequence of the first, 0} for each block, then int4 {first tile, end tile, tokens, 0}
+// for each sequence. Part c + s belongs to block c's share of sequence s.
 
 #define HEADS 16
 #define WIDTH (LATENT + ROPE)
-#define TILE 64
-#define HALF 32
+#define TILE 32
 #define ROW_BYTES (WIDTH * 2)
 #define ROW_STRIDE (ROW_BYTES + 16) // an odd number of 16-byte units: no bank conflicts down a column
-#define STAGE_BYTES (HALF * ROW_STRIDE)
-#define SCORE_STRIDE 72 // floats
-#define SCORE_BYTES (2 * HEADS * SCORE_STRIDE * 4)
-#define WARPS 8
-#define K_STEPS (WIDTH / 32) // of 16 elements, for half of the inner dimension
+#define STAGE_BYTES (TILE * ROW_STRIDE)
+#define SCORE_STRIDE 40 // floats
+#define P_STRIDE 40     // bf16
+#define WARPS 16        // of heads in the softmax, of column parts in the output
+#define PARTS 4         // of the inner dimension in the scores
+#define K_STEPS (WIDTH / PARTS / 16)
 
-// tile_starts from the lengths, once a step for all layers. One block of 1024 threads; batch at most 1024.
-KERNEL void mla_plan(const int* seq_lens, int* tile_starts, int batch) {
+// The plan from the lengths, once a step for all layers. One block of 1024 threads; batch and blocks at most 1024.
+KERNEL void mla_plan(const int* seq_lens, int4* plan, int batch, int blocks) {
     __shared__ int sums[32];
     const int i = threadIdx.x, lane = i % 32, warp = i / 32;
     wait_for_previous();
-    const int own = i < batch ? (seq_lens[i] + TILE - 1) / TILE : 0;
-    int before = own;
+    const int len = i < batch ? seq_lens[i] : 0, own = (len + TILE - 1) / TILE;
+    int end = own;
     for (int d = 1; d < 32; d *= 2) {
-        const int n = __shfl_up_sync(~0u, before, d);
-        if (lane >= d) before += n;
+        const int n = __shfl_up_sync(~0u, end, d);
+        if (lane >= d) end += n;
     }
-    if (lane == 31) sums[warp] = before;
+    if (lane == 31) sums[warp] = end;
     __syncthreads();
     if (warp == 0) {
         int s = sums[lane];
@@ -44,30 +47,33 @@ KERNEL void mla_plan(const int* seq_lens, int* tile_starts, int batch) {
         sums[lane] = s;
     }
     __syncthreads();
-    if (warp) before += sums[warp - 1];
-    if (i < batch) tile_starts[i + 1] = before;
-    if (i == 0) tile_starts[0] = 0;
-}
-
-// The sequence that holds a tile: the last one that starts at or before it.
-DEVICE int sequence_of(const int* tile_starts, int batch, int tile) {
-    int low = 0, high = batch; // tile_starts[low] <= tile < tile_starts[high]
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (tile_starts[middle] <= tile) low = middle;
-        else high = middle;
+    if (warp) end += sums[warp - 1];
+    const long long total = sums[31];
+    const int begin = end - own;
+    if (i < batch) plan[blocks + i] = make_int4(begin, end, len, 0);
+    // Whoever holds a block's first tile writes that block's entry; blocks without tiles are written by their own thread.
+    if (i < blocks && total * i / blocks == total * (i + 1) / blocks) plan[i] = make_int4(0, 0, 0, 0);
+    if (own) {
+        int c = (int)((begin * (long long)blocks + total - 1) / total); // the first whose share begins here or later
+        for (; c < blocks; ++c) {
+            const int first = (int)(total * c / blocks), last = (int)(total * (c + 1) / blocks);
+            if (first >= end) break;
+            if (first >= begin && first < last) plan[c] = make_int4(first, last, i, 0);
+        }
     }
-    return low;
 }
 
-// One block a multiprocessor, (WARPS + 1) * 32 threads. scale includes log2(e).
+// One block a multiprocessor, (WARPS + 1) * 32 threads. scale includes log2(e). early: what is read but q and the last
+// token of each sequence was written before the kernel ahead began.
 KERNEL void __launch_bounds__((WARPS + 1) * 32, 1)
-mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int* seq_lens, const int* tile_starts,
-           float* part_out, float2* part_max_sum, int batch, int max_blocks, float scale) {
+mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4* plan, float* part_out,
+           float2* part_max_sum, int max_blocks, float scale, int early) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ float scores[2][PARTS][HEADS][SCORE_STRIDE]; // [tile parity][part of the inner dimension]
+    __shared__ __align__(16) bf16 probabilities[2][HEADS][P_STRIDE];
+    __shared__ float shrinks[2][HEADS];
     const u32 ring = shared_address(memory);
-    float* scores = (float*)(memory + STAGES * STAGE_BYTES);
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -79,59 +85,84 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int* 
     }
     __syncthreads();
     let_next_start();
-    wait_for_previous();
-    const long long total = tile_starts[batch];
-    const int begin = (int)(total * blockIdx.x / gridDim.x), end = (int)(total * (blockIdx.x + 1) / gridDim.x);
-    if (begin == end) return;
-    int sequence = sequence_of(tile_starts, batch, begin);
+    const int4* const sequences = plan + gridDim.x;
+    bool waited = false;
+    if (!early || warp < WARPS) {
+        wait_for_previous();
+        waited = true;
+    }
+    const int4 share = plan[blockIdx.x];
+    const int begin = share.x, end = share.y;
+    int sequence = share.z;
+    if (begin == end) {
+        if (!waited) wait_for_previous();
+        return;
+    }
+    int4 now = sequences[sequence]; // first tile, end tile, tokens
 
     if (warp == WARPS) {
         const u64 policy = policy_evict_first();
         int stage = 0, parity = 1;
-        int start = tile_starts[sequence], next = tile_starts[sequence + 1], len = seq_lens[sequence];
-        // Lane i copies token i of each half tile; its cache row is looked up one half tile ahead.
-        auto source_of = [&](int tile, int half) {
-            const int token = min((tile - start) * TILE + half * HALF + lane, len - 1);
+        // Lane i copies token i of each tile; its cache row is looked up one tile ahead.
+        auto source_of = [&](int tile) {
+            const int token = min((tile - now.x) * TILE + lane, now.z - 1);
             const int block = block_table[(size_t)sequence * max_blocks + token / BLOCK_SIZE];
             return cache + ((size_t)block * BLOCK_SIZE + token % BLOCK_SIZE) * WIDTH;
         };
-        const bf16* source = source_of(begin, 0);
-        for (int i = 2 * begin; i < 2 * end; ++i) {
-            const bf16* const now = source;
-            const int tile = (i + 1) / 2;
-            if (i + 1 < 2 * end) {
-                while (tile >= next) {
-                    ++sequence;
-                    start = next;
-                    next = tile_starts[sequence + 1];
-                    len = seq_lens[sequence];
-                }
-                source = source_of(tile, (i + 1) % 2);
+        const bf16* source = source_of(begin);
+        bool last = begin + 1 == now.y;
+        for (int tile = begin; tile < end; ++tile) {
+            const bf16* const from = source;
+            if (last && !waited) {
+                wait_for_previous();
+                waited = true;
+            }
+            if (tile + 1 < end) {
+                while (tile + 1 >= now.y) now = sequences[++sequence];
+                source = source_of(tile + 1);
+                last = tile + 2 == now.y;
             }
             barrier_wait(empty + 8 * stage, parity);
-            if (lane == 0) barrier_expect(full + 8 * stage, HALF * ROW_BYTES);
+            if (lane == 0) barrier_expect(full + 8 * stage, TILE * ROW_BYTES);
             __syncwarp();
-            bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, now, ROW_BYTES, full + 8 * stage, policy);
+#if VARIANT & 2
+            if (lane == 0) bulk_copy(ring + stage * STAGE_BYTES, from, TILE * ROW_BYTES, full + 8 * stage, policy);
+#else
+            bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, from, ROW_BYTES, full + 8 * stage, policy);
+#endif
             if (++stage == STAGES) {
                 stage = 0;
                 parity ^= 1;
             }
         }
+        if (!waited) wait_for_previous();
         return;
     }
 
+#if VARIANT & 1
+    int stage_only = 0, parity_only = 0;
+    for (int tile = begin; tile < end; ++tile) {
+        barrier_wait(full + 8 * stage_only, parity_only);
+        if (lane == 0) barrier_arrive(empty + 8 * stage_only);
+        if (++stage_only == STAGES) {
+            stage_only = 0;
+            parity_only ^= 1;
+        }
+    }
+    return;
+#endif
     const int g = lane / 4, quad = lane % 4;
-    // Scores: this warp does 16 tokens of the tile, over one half of the inner dimension.
-    const int inner_half = warp % 2, tokens = warp / 2;
-    // Output: this warp does LATENT / WARPS columns.
+    // Scores: this warp does 8 tokens of a tile, over one part of the inner dimension.
+    const int inner = warp % PARTS, tokens = warp / PARTS * 8;
+    // Softmax: this warp does one head, a lane one token. Output: this warp does LATENT / WARPS columns.
+    const int head = warp;
     constexpr int COLUMN_TILES = LATENT / WARPS / 8;
     u32 query[K_STEPS][4];
     float out[COLUMN_TILES][4];
-    float row_max[2] = {NEG_BIG, NEG_BIG}, row_sum[2] = {0.f, 0.f};
-    int stage = 0, parity = 0;
+    float head_max = NEG_BIG, head_sum = 0.f;
 
-    auto enter = [&]() {
-        const bf16* base = q + ((size_t)sequence * HEADS + g) * WIDTH + inner_half * (WIDTH / 2) + 2 * quad;
+    auto load_query = [&](int of) {
+        const bf16* base = q + ((size_t)of * HEADS + g) * WIDTH + inner * (WIDTH / PARTS) + 2 * quad;
 #pragma unroll
         for (int k = 0; k < K_STEPS; ++k) {
             query[k][0] = *(const u32*)(base + k * 16);
@@ -139,10 +170,12 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int* 
             query[k][2] = *(const u32*)(base + k * 16 + 8);
             query[k][3] = *(const u32*)(base + 8 * WIDTH + k * 16 + 8);
         }
+    };
+    auto start = [&]() {
 #pragma unroll
         for (int t = 0; t < COLUMN_TILES; ++t) out[t][0] = out[t][1] = out[t][2] = out[t][3] = 0.f;
-        row_max[0] = row_max[1] = NEG_BIG;
-        row_sum[0] = row_sum[1] = 0.f;
+        head_max = NEG_BIG;
+        head_sum = 0.f;
     };
     auto leave = [&]() {
         const size_t part = blockIdx.x + sequence;
@@ -152,168 +185,149 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int* 
             *(float2*)(base + t * 8) = make_float2(out[t][0], out[t][1]);
             *(float2*)(base + 8 * LATENT + t * 8) = make_float2(out[t][2], out[t][3]);
         }
-        if (warp == 0) {
+        float sum = head_sum;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float sum = row_sum[r];
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                if (quad == 0) part_max_sum[part * HEADS + g + 8 * r] = make_float2(row_max[r], sum);
-            }
-        }
+        for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (lane == 0) part_max_sum[part * HEADS + head] = make_float2(head_max, sum);
+    };
+    // Scores of a tile that is in `stage`, into scores[side].
+    auto score = [&](int stage, int parity, int side) {
+        barrier_wait(full + 8 * stage, parity);
+        // Four matrices at a time, of which an odd step's last two are not used: k 0-7, 8-15, 16-23, 24-31.
+        const u32 base = ring + stage * STAGE_BYTES + (tokens + lane % 8) * ROW_STRIDE + inner * (WIDTH / PARTS) * 2 + lane / 8 * 16;
+        constexpr int LOADS = (K_STEPS + 1) / 2;
+        u32 b[LOADS][4];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) ldmatrix(b[i], base + i * 64);
+        float acc[3][4];
+#pragma unroll
+        for (int t = 0; t < 3; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.f;
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k)
+            mma(acc[k % 3], query[k][0], query[k][1], query[k][2], query[k][3], b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
+        float* target = &scores[side][inner][g][tokens + 2 * quad];
+        *(float2*)target = make_float2(acc[0][0] + acc[1][0] + acc[2][0], acc[0][1] + acc[1][1] + acc[2][1]);
+        *(float2*)(target + 8 * SCORE_STRIDE) = make_float2(acc[0][2] + acc[1][2] + acc[2][2], acc[0][3] + acc[1][3] + acc[2][3]);
     };
 
-    enter();
-    int start = tile_starts[sequence], next = tile_starts[sequence + 1], len = seq_lens[sequence];
+    load_query(sequence);
+    start();
+    score(0, 0, 0);
+    group_sync(1, WARPS * 32);
+    int stage = 0, parity = 0, ahead = sequence; // whose query is loaded
+    int ahead_end = now.y;
     for (int tile = begin; tile < end; ++tile) {
-        if (tile >= next) {
+        const int side = tile - begin & 1;
+        if (tile >= now.y) {
             leave();
-            while (tile >= next) {
-                ++sequence;
-                start = next;
-                next = tile_starts[sequence + 1];
-            }
-            len = seq_lens[sequence];
-            enter();
+            while (tile >= now.y) now = sequences[++sequence];
+            start();
         }
-        const int second = stage + 1 == STAGES ? 0 : stage + 1, second_parity = second ? parity : parity ^ 1;
-        float* const buffer = scores + (tile & 1) * (SCORE_BYTES / 4);
-
-        // Scores of 16 tokens.
         {
-            const bool in_second = tokens >= 2;
-            barrier_wait(full + 8 * (in_second ? second : stage), in_second ? second_parity : parity);
-            const u32 base = ring + (in_second ? second : stage) * STAGE_BYTES +
-                             (tokens % 2 * 16 + lane % 8 + lane / 16 * 8) * ROW_STRIDE + inner_half * WIDTH + lane / 8 % 2 * 16;
-            float acc[4][4];
+            float x = 0.f;
 #pragma unroll
-            for (int t = 0; t < 4; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.f;
-#pragma unroll
-            for (int k = 0; k < K_STEPS; ++k) {
-                u32 b[4];
-                ldmatrix(b, base + k * 32);
-                float(&first)[4] = acc[k % 2 * 2], (&last)[4] = acc[k % 2 * 2 + 1];
-                mma(first, query[k][0], query[k][1], query[k][2], query[k][3], b[0], b[1]);
-                mma(last, query[k][0], query[k][1], query[k][2], query[k][3], b[2], b[3]);
+            for (int p = 0; p < PARTS; ++p) x += scores[side][p][head][lane];
+            x = lane < now.z - (tile - now.x) * TILE ? x * scale : NEG_BIG;
+            const u32 bits = __float_as_uint(x);
+            // The largest by integer comparison: one instruction for the warp.
+            const u32 key = __reduce_max_sync(~0u, bits & 0x80000000u ? ~bits : bits | 0x80000000u);
+            const float top = fmaxf(head_max, __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key));
+            const float shrink = exp2_fast(head_max - top), p = exp2_fast(x - top);
+            head_max = top;
+            head_sum = head_sum * shrink + p;
+            probabilities[side][head][lane] = bf16_of(p);
+            if (lane == 0) shrinks[side][head] = shrink;
+        }
+        const int next_stage = stage + 1 == STAGES ? 0 : stage + 1, next_parity = next_stage ? parity : parity ^ 1;
+        if (tile + 1 < end) {
+            if (tile + 1 >= ahead_end) {
+                while (tile + 1 >= ahead_end) ahead_end = sequences[++ahead].y;
+                load_query(ahead);
             }
-            float* target = buffer + (inner_half * HEADS + g) * SCORE_STRIDE + tokens * 16 + 2 * quad;
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                *(float2*)(target + t * 8) = make_float2(acc[t][0] + acc[t + 2][0], acc[t][1] + acc[t + 2][1]);
-                *(float2*)(target + 8 * SCORE_STRIDE + t * 8) =
-                    make_float2(acc[t][2] + acc[t + 2][2], acc[t][3] + acc[t + 2][3]);
-            }
+            score(next_stage, next_parity, side ^ 1);
         }
         group_sync(1, WARPS * 32);
 
-        // Softmax, by every warp for itself: its lanes need exactly these probabilities as A.
-        u32 probability[4][4];
-        {
-            const int left = len - (tile - start) * TILE - 2 * quad;
-            float p[4][8]; // [step of 16 tokens][row g: 0 1 8 9, row g + 8: 0 1 8 9]
-            float top[2] = {NEG_BIG, NEG_BIG};
+        const float low = shrinks[side][g], high = shrinks[side][g + 8];
+        u32 p[2][4];
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        const float* source = buffer + (g + 8 * r) * SCORE_STRIDE + k * 16 + c * 8 + 2 * quad;
-                        const float2 a = *(const float2*)source, b = *(const float2*)(source + HEADS * SCORE_STRIDE);
-                        const int token = k * 16 + c * 8;
-                        const float x = token < left ? (a.x + b.x) * scale : NEG_BIG;
-                        const float y = token + 1 < left ? (a.y + b.y) * scale : NEG_BIG;
-                        p[k][r * 4 + c * 2] = x;
-                        p[k][r * 4 + c * 2 + 1] = y;
-                        top[r] = fmaxf(top[r], fmaxf(x, y));
-                    }
-            float shrink[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-                top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-                top[r] = fmaxf(top[r], row_max[r]);
-                shrink[r] = exp2_fast(row_max[r] - top[r]);
-                row_max[r] = top[r];
-                row_sum[r] *= shrink[r];
-            }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    p[k][j] = exp2_fast(p[k][j] - top[j / 4]);
-                    row_sum[j / 4] += p[k][j];
-                }
-                probability[k][0] = bf16_pair(p[k][0], p[k][1]);
-                probability[k][1] = bf16_pair(p[k][4], p[k][5]);
-                probability[k][2] = bf16_pair(p[k][2], p[k][3]);
-                probability[k][3] = bf16_pair(p[k][6], p[k][7]);
-            }
+        for (int k = 0; k < 2; ++k)
+            ldmatrix(p[k], shared_address(&probabilities[side][lane % 16][k * 16 + lane / 16 * 8]));
+        if (__any_sync(~0u, low != 1.f || high != 1.f)) {
 #pragma unroll
             for (int t = 0; t < COLUMN_TILES; ++t) {
-                out[t][0] *= shrink[0];
-                out[t][1] *= shrink[0];
-                out[t][2] *= shrink[1];
-                out[t][3] *= shrink[1];
+                out[t][0] *= low;
+                out[t][1] *= low;
+                out[t][2] *= high;
+                out[t][3] *= high;
             }
         }
-
-        // Weighted sum of the latents. Each warp saw only its own half of the tile arrive.
-        barrier_wait(full + 8 * stage, parity);
-        barrier_wait(full + 8 * second, second_parity);
+        const u32 base = ring + stage * STAGE_BYTES + lane % 16 * ROW_STRIDE + warp * (LATENT / WARPS) * 2 + lane / 16 * 16;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const u32 base = ring + (k < 2 ? stage : second) * STAGE_BYTES + (k % 2 * 16 + lane % 16) * ROW_STRIDE +
-                             warp * (LATENT / WARPS) * 2 + lane / 16 * 16;
+        for (int k = 0; k < 2; ++k) {
+            u32 b[COLUMN_TILES / 2][4];
 #pragma unroll
-            for (int t = 0; t < COLUMN_TILES; t += 2) {
-                u32 b[4];
-                ldmatrix_transposed(b, base + t * 16);
-                mma(out[t], probability[k][0], probability[k][1], probability[k][2], probability[k][3], b[0], b[1]);
-                mma(out[t + 1], probability[k][0], probability[k][1], probability[k][2], probability[k][3], b[2], b[3]);
+            for (int t = 0; t < COLUMN_TILES / 2; ++t) ldmatrix_transposed(b[t], base + k * 16 * ROW_STRIDE + t * 32);
+#pragma unroll
+            for (int t = 0; t < COLUMN_TILES / 2; ++t) {
+                mma(out[2 * t], p[k][0], p[k][1], p[k][2], p[k][3], b[t][0], b[t][1]);
+                mma(out[2 * t + 1], p[k][0], p[k][1], p[k][2], p[k][3], b[t][2], b[t][3]);
             }
         }
         __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(empty + 8 * stage);
-            barrier_arrive(empty + 8 * second);
-        }
-        stage = second + 1 == STAGES ? 0 : second + 1;
-        parity = stage > second ? second_parity : second_parity ^ 1;
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        stage = next_stage;
+        parity = next_parity;
     }
     leave();
 }
 
 // out [batch, 16, LATENT] bf16 from the parts, whose `blocks` blocks shared the tiles. Sequences of length 0 get zeros.
-// grid (batch, 4), 256 threads: 4 heads a block, 8 columns a thread.
-KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const int* tile_starts, bf16* out, int batch,
+// grid (batch, 4), 256 threads: 4 heads a block, 2 warps a head, 8 columns a thread.
+KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch,
                         int blocks) {
     let_next_start();
     wait_for_previous();
-    const int sequence = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 64, column = threadIdx.x % 64 * 8;
-    const long long total = tile_starts[batch], first = tile_starts[sequence], last = (long long)tile_starts[sequence + 1] - 1;
-    float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, weight_sum = 0.f;
-    if (first <= last) {
+    const int sequence = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 64, column = threadIdx.x % 64 * 8, lane = threadIdx.x % 32;
+    const int4 own = plan[blocks + sequence];
+    const long long total = plan[blocks + batch - 1].y;
+    float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, weight_sum = 0.f, top = NEG_BIG;
+    if (own.x < own.y) {
         // Block c has the tiles from total * c / blocks.
-        const int c0 = (int)(((first + 1) * blocks - 1) / total), c1 = (int)(((last + 1) * blocks - 1) / total);
-        float top = NEG_BIG;
-        for (int c = c0; c <= c1; ++c) top = fmaxf(top, part_max_sum[(size_t)(c + sequence) * HEADS + head].x);
-#pragma unroll 2
-        for (int c = c0; c <= c1; ++c) {
-            const size_t part = (size_t)(c + sequence) * HEADS + head;
-            const float2 ms = part_max_sum[part];
-            const float w = exp2_fast(ms.x - top);
-            const float4* row = (const float4*)(part_out + part * LATENT + column);
-            const float4 a = row[0], b = row[1];
-            weight_sum += w * ms.y;
-            sum[0] += w * a.x;
-            sum[1] += w * a.y;
-            sum[2] += w * a.z;
-            sum[3] += w * a.w;
-            sum[4] += w * b.x;
-            sum[5] += w * b.y;
-            sum[6] += w * b.z;
-            sum[7] += w * b.w;
+        const int first = (int)(((own.x + 1ll) * blocks - 1) / total), last = (int)((own.y * (long long)blocks - 1) / total);
+        // 32 parts at a time, a lane each; of what comes before, sums relative to `top` are carried.
+        for (int c0 = first; c0 <= last; c0 += 32) {
+            const int count = min(32, last - c0 + 1);
+            float2 ms = make_float2(NEG_BIG, 0.f);
+            if (lane < count) ms = part_max_sum[(size_t)(c0 + lane + sequence) * HEADS + head];
+            float now = ms.x;
+#pragma unroll
+            for (int d = 16; d; d /= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, d));
+            now = fmaxf(now, top);
+            const float shrink = exp2_fast(top - now);
+            top = now;
+            weight_sum *= shrink;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum[j] *= shrink;
+            const float weight = exp2_fast(ms.x - now);
+#pragma unroll 4
+            for (int c = 0; c < count; ++c) {
+                const float w = __shfl_sync(~0u, weight, c);
+                const float4* row = (const float4*)(part_out + ((size_t)(c0 + c + sequence) * HEADS + head) * LATENT + column);
+                const float4 a = row[0], b = row[1];
+                sum[0] += w * a.x;
+                sum[1] += w * a.y;
+                sum[2] += w * a.z;
+                sum[3] += w * a.w;
+                sum[4] += w * b.x;
+                sum[5] += w * b.y;
+                sum[6] += w * b.z;
+                sum[7] += w * b.w;
+            }
+            float share = weight * ms.y;
+#pragma unroll
+            for (int d = 16; d; d /= 2) share += __shfl_xor_sync(~0u, share, d);
+            weight_sum += share;
         }
     }
     const float f = weight_sum > 0.f ? 1.f / weight_sum : 0.f;

@@ -6,17 +6,28 @@
 // Shared experts are experts EXPERTS.. that every row chose: their tiles need no routing and are read while it runs.
 //
 // Defined at compile time: HIDDEN, INTER (of one expert), EXPERTS, TOP_K, SHARED (experts), NT (row tiles of 8 that a
-// segment has), NORMALIZE (top-k weights sum to one), WARPS_UP, WARPS_DOWN, STAGES_UP, STAGES_DOWN, OUT_F32.
+// segment has), NORMALIZE (top-k weights sum to one), WARPS_UP, WARPS_DOWN, STAGES_UP, STAGES_DOWN, OUT_F32,
+// STATIC_PERCENT (of the routed tiles that are no block's choice), TRACE (times into `routing`, for the benchmark).
 //
 // A token t owns rows t * CHOICES .. + CHOICES of the intermediate tensors: TOP_K routed, then SHARED.
-// routing: [0] number of segments; from SEGMENTS, int4 {expert, first slot, rows, 0}; from SLOTS, the row of each slot.
+// routing: [0] number of segments, [1] and [2] how far the pools of tiles are handed out, [3] for which run of the gate and
+// up product x is there, [4] how many runs of it have ended; from SEGMENTS, int4 {expert, first slot, rows, 0}; from SLOTS, the row of each slot.
 
 #define CHOICES (TOP_K + SHARED)
 #define SEGMENT_ROWS (NT * 8)
 #define MAX_SEGMENTS (EXPERTS + MAX_ROWS * TOP_K / SEGMENT_ROWS)
-#define SEGMENTS 4
+#define SEGMENTS 8
 #define SLOTS (SEGMENTS + 4 * MAX_SEGMENTS)
 #define TOPK_IDS (SLOTS + MAX_ROWS * TOP_K)
+
+#if TRACE
+#define TRACE_AT ((TOPK_IDS + MAX_ROWS * TOP_K + 1) / 2 * 2)
+DEVICE void trace(int* routing, int kernel, int what) {
+    ((u64*)(routing + TRACE_AT))[(kernel * 256 + blockIdx.x) * 4 + what] = nanoseconds();
+}
+#else
+#define trace(routing, kernel, what)
+#endif
 
 // ---- router -----------------------------------------------------------------------------------------------------
 
@@ -26,138 +37,138 @@ DEVICE u32 order_key(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Logits of 16 experts and 8 rows a block. The last block of a row group chooses its experts, the last of all writes
-// the permutation: tickets[0] counts groups, tickets[1 + group] blocks; all are zero before and after.
+// Logits of 16 experts and 8 rows a block; the blocks of a row group are a cluster, whose first chooses the experts. The
+// last group of all writes the permutation; *ticket counts groups, and is zero before and after.
 // grid (ceil(max_rows / 8), EXPERTS / 16), 256 threads
-KERNEL void moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float* weights, u32* tickets,
-                       const int* num_rows, int max_rows, float scale, int first_local, int num_local) {
+KERNEL void __cluster_dims__(1, EXPERTS / 16, 1)
+moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float* weights, u32* ticket,
+           const int* num_rows, int max_rows, float scale, int first_local, int num_local) {
     constexpr int CHUNKS = HIDDEN / 256; // of 32 elements, a warp
+    constexpr int PER_LANE = (EXPERTS + 31) / 32;
     __shared__ float4 partial[8][32];
+    __shared__ float group_logits[8][EXPERTS];
+    __shared__ int counts[EXPERTS], starts[EXPERTS], ids[8 * TOP_K];
     __shared__ int is_last;
-    __shared__ int counts[EXPERTS], starts[EXPERTS];
     let_next_start();
-    wait_for_previous();
+    if (threadIdx.x == 0) trace(routing, 0, 0);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const int rows = num_rows ? min(*num_rows, max_rows) : max_rows;
     const int group = blockIdx.x, expert0 = blockIdx.y * 16;
-
     {
         const bf16* a = router + (size_t)(expert0 + g) * HIDDEN + warp * CHUNKS * 32 + q * 8;
-        const int row = group * 8 + g;
-        const bf16* b = x + (size_t)min(row, max_rows - 1) * HIDDEN + warp * CHUNKS * 32 + q * 8;
-        float acc[4] = {0.f, 0.f, 0.f, 0.f};
+        const bf16* b = x + (size_t)min(group * 8 + g, max_rows - 1) * HIDDEN + warp * CHUNKS * 32 + q * 8;
+        float acc[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
         uint4 a0[CHUNKS], a1[CHUNKS], bb[CHUNKS];
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             a0[c] = __ldg((const uint4*)(a + c * 32));
             a1[c] = __ldg((const uint4*)(a + 8 * HIDDEN + c * 32));
-            bb[c] = *(const uint4*)(b + c * 32);
         }
+        wait_for_previous();
+        if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) store_release(routing + 3, load_fresh(routing + 4) + 1);
+        if (threadIdx.x == 0) trace(routing, 0, 1);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) bb[c] = *(const uint4*)(b + c * 32);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            mma(acc, a0[c].x, a1[c].x, a0[c].y, a1[c].y, bb[c].x, bb[c].y);
-            mma(acc, a0[c].z, a1[c].z, a0[c].w, a1[c].w, bb[c].z, bb[c].w);
+            mma(acc[0], a0[c].x, a1[c].x, a0[c].y, a1[c].y, bb[c].x, bb[c].y);
+            mma(acc[1], a0[c].z, a1[c].z, a0[c].w, a1[c].w, bb[c].z, bb[c].w);
         }
-        partial[warp][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        partial[warp][lane] =
+            make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
     }
+    const int rows = num_rows ? min(*num_rows, max_rows) : max_rows;
+    for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) counts[e] = 0;
     __syncthreads();
     if (threadIdx.x < 128) {
-        // Thread = (pair of columns' lane, element of its float4).
+        // Thread = (lane of the partial sums, element of its four).
         const int l = threadIdx.x / 4, j = threadIdx.x % 4;
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < 8; ++w) sum += ((const float*)&partial[w][l])[j];
-        const int expert = expert0 + l / 4 + (j / 2) * 8, row = group * 8 + (l % 4) * 2 + j % 2;
-        if (row < max_rows) logits[(size_t)row * EXPERTS + expert] = sum;
+        const int expert = expert0 + l / 4 + j / 2 * 8, row = l % 4 * 2 + j % 2;
+        store_shared_cluster(shared_address_of(shared_address(&group_logits[row][expert]), 0), sum);
+        if (group * 8 + row < max_rows) logits[(size_t)(group * 8 + row) * EXPERTS + expert] = sum;
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        is_last = atomicAdd(&tickets[1 + group], 1u) == gridDim.y - 1;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
+    cluster_sync();
+    if (cluster_rank()) return;
 
     // One warp a row: the best TOP_K of its logits, ties to the lower index.
-    {
-        const int row = group * 8 + warp;
-        constexpr int PER_LANE = (EXPERTS + 31) / 32;
-        if (row < rows) {
-            float own[PER_LANE];
-            u32 keys[PER_LANE];
-            float top = NEG_BIG;
+    const int row = group * 8 + warp;
+    if (row < rows) {
+        float own[PER_LANE];
+        u32 keys[PER_LANE];
+        float top = NEG_BIG;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int e = i * 32 + lane;
+            own[i] = e < EXPERTS ? group_logits[warp][e] : NEG_BIG;
+            keys[i] = e < EXPERTS ? order_key(own[i]) : 0;
+            top = fmaxf(top, own[i]);
+        }
+#pragma unroll
+        for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+        float all = 0.f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) all += (i * 32 + lane < EXPERTS) ? __expf(own[i] - top) : 0.f;
+#pragma unroll
+        for (int d = 16; d; d /= 2) all += __shfl_xor_sync(~0u, all, d);
+        float my_weight = 0.f, chosen_sum = 0.f;
+        int my_expert = 0;
+#pragma unroll
+        for (int k = 0; k < TOP_K; ++k) {
+            u32 best = keys[0];
+#pragma unroll
+            for (int i = 1; i < PER_LANE; ++i) best = max(best, keys[i]);
+            best = __reduce_max_sync(~0u, best);
+            int expert = 1 << 30;
+#pragma unroll
+            for (int i = PER_LANE - 1; i >= 0; --i)
+                if (keys[i] == best) expert = i * 32 + lane;
+            expert = __reduce_min_sync(~0u, expert);
+            float value = 0.f;
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
-                const int e = i * 32 + lane;
-                own[i] = e < EXPERTS ? load_fresh(&logits[(size_t)row * EXPERTS + e]) : NEG_BIG;
-                keys[i] = e < EXPERTS ? order_key(own[i]) : 0;
-                top = fmaxf(top, own[i]);
-            }
-#pragma unroll
-            for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-            float all = 0.f;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) all += (i * 32 + lane < EXPERTS) ? __expf(own[i] - top) : 0.f;
-#pragma unroll
-            for (int d = 16; d; d /= 2) all += __shfl_xor_sync(~0u, all, d);
-            float my_weight = 0.f, chosen_sum = 0.f;
-            int my_expert = 0;
-#pragma unroll
-            for (int k = 0; k < TOP_K; ++k) {
-                u32 best = keys[0];
-#pragma unroll
-                for (int i = 1; i < PER_LANE; ++i) best = max(best, keys[i]);
-                best = __reduce_max_sync(~0u, best);
-                int expert = 1 << 30;
-#pragma unroll
-                for (int i = PER_LANE - 1; i >= 0; --i)
-                    if (keys[i] == best) expert = i * 32 + lane;
-                expert = __reduce_min_sync(~0u, expert);
-                float value = 0.f;
-#pragma unroll
-                for (int i = 0; i < PER_LANE; ++i) {
-                    if (i * 32 + lane == expert) {
-                        keys[i] = 0;
-                        value = own[i];
-                    }
-                }
-                value = __shfl_sync(~0u, value, expert % 32);
-                const float probability = __expf(value - top) / all;
-                chosen_sum += probability;
-                if (lane == k) {
-                    my_weight = probability;
-                    my_expert = expert;
+                if (i * 32 + lane == expert) {
+                    keys[i] = 0;
+                    value = own[i];
                 }
             }
-            if (lane < TOP_K) {
-                const bool local = my_expert >= first_local && my_expert < first_local + num_local;
-                const float weight = NORMALIZE ? my_weight / chosen_sum : my_weight;
-                weights[row * TOP_K + lane] = local ? weight * scale : 0.f;
-                routing[TOPK_IDS + row * TOP_K + lane] = local ? my_expert - first_local : -1;
+            value = __shfl_sync(~0u, value, expert % 32);
+            const float probability = __expf(value - top) / all;
+            chosen_sum += probability;
+            if (lane == k) {
+                my_weight = probability;
+                my_expert = expert;
             }
+        }
+        if (lane < TOP_K) {
+            const bool local = my_expert >= first_local && my_expert < first_local + num_local;
+            const float weight = NORMALIZE ? my_weight / chosen_sum : my_weight;
+            const int id = local ? my_expert - first_local : -1;
+            weights[row * TOP_K + lane] = local ? weight * scale : 0.f;
+            ids[warp * TOP_K + lane] = id;
+            if (gridDim.x > 1) routing[TOPK_IDS + row * TOP_K + lane] = id;
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        tickets[1 + group] = 0;
+    const bool alone = gridDim.x == 1; // then everything is in shared memory
+    if (!alone) {
+        if (threadIdx.x == 0) {
+            __threadfence();
+            is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+        }
+        __syncthreads();
+        if (!is_last) return;
         __threadfence();
-        is_last = atomicAdd(&tickets[0], 1u) == gridDim.x - 1;
     }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
 
-    for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) counts[e] = 0;
-    __syncthreads();
     const int assignments = rows * TOP_K;
     for (int a = threadIdx.x; a < assignments; a += blockDim.x) {
-        const int e = load_fresh(&routing[TOPK_IDS + a]);
+        const int e = alone ? ids[a] : load_fresh(&routing[TOPK_IDS + a]);
         if (e >= 0) atomicAdd(&counts[e], 1);
     }
     __syncthreads();
     if (warp == 0) {
-        constexpr int PER_LANE = (EXPERTS + 31) / 32;
         int count[PER_LANE], total = 0, segments = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
@@ -189,49 +200,55 @@ KERNEL void moe_router(const bf16* x, const bf16* router, float* logits, int* ro
             }
             before += count[i];
         }
-        if (lane == 0) tickets[0] = 0;
+        if (lane == 0) *ticket = 0;
+        if (lane < 2) routing[1 + lane] = 0;
     }
     __syncthreads();
     for (int a = threadIdx.x; a < assignments; a += blockDim.x) {
-        const int e = load_fresh(&routing[TOPK_IDS + a]);
+        const int e = alone ? ids[a] : load_fresh(&routing[TOPK_IDS + a]);
         if (e >= 0) routing[SLOTS + atomicAdd(&starts[e], 1)] = a / TOP_K * CHOICES + a % TOP_K;
     }
+    if (threadIdx.x == 0) trace(routing, 0, 2);
 }
 
 // ---- the two products -------------------------------------------------------------------------------------------
 
-// What a block works on: tiles of the shared experts, then of the routed ones.
-struct Share {
-    int shared_begin, shared_end, routed_begin, routed_end;
+// Multiprocessors do not get equal bandwidth, so each block has a first part of the routed tiles for itself, one after
+// the other, and the rest is a pool that blocks take from: four tiles at a time, later two, at the very end one.
+struct Pool {
+    int fours, twos, begin, end;
 };
 
-DEVICE Share share_of(int shared_tiles, int routed_tiles) {
-    const int n = gridDim.x, i = blockIdx.x;
-    Share s;
-    s.shared_begin = (int)((long long)shared_tiles * i / n);
-    s.shared_end = (int)((long long)shared_tiles * (i + 1) / n);
-    if (routed_tiles >= 2 * n) {
-        // Both kinds together are balanced.
-        const long long all = shared_tiles + routed_tiles;
-        s.routed_begin = (int)(all * i / n) - s.shared_begin;
-        s.routed_end = (int)(all * (i + 1) / n) - s.shared_end;
-    } else {
-        s.routed_begin = (int)((long long)routed_tiles * i / n);
-        s.routed_end = (int)((long long)routed_tiles * (i + 1) / n);
+DEVICE Pool pool_of(int routed_tiles) {
+    Pool p;
+    p.begin = (int)((long long)routed_tiles * STATIC_PERCENT / 100);
+    p.end = routed_tiles;
+    const int size = p.end - p.begin, n = gridDim.x;
+    p.fours = max(0, size - 3 * n) / 4;
+    p.twos = max(0, size - 4 * p.fours - n) / 2;
+    return p;
+}
+// Tiles of the `ticket`th taking; begin >= end when there are none left.
+DEVICE int2 taking(const Pool& p, int ticket) {
+    int at = ticket < p.fours ? 4 * ticket : 4 * p.fours, count = 4;
+    if (ticket >= p.fours) {
+        const int t = ticket - p.fours;
+        at += t < p.twos ? 2 * t : 2 * p.twos + (t - p.twos);
+        count = t < p.twos ? 2 : 1;
     }
-    return s;
+    return make_int2(p.begin + at, min(p.begin + at + count, p.end));
 }
 
 // One product y[row] = W[expert] in[row] over all segments. WIDTH is the inner dimension, TILES the 16-row weight tiles
 // of an expert. GATED: 8 gate rows and 8 up rows make a tile, SwiGLU on the way out, rows come from the token's `in`;
 // otherwise rows come from the intermediate row itself.
 template <int WARPS, int STAGES, int WIDTH, int TILES, bool GATED>
-DEVICE void stream_experts(const bf16* __restrict__ weight, const bf16* in, void* out, const int* routing, int max_rows) {
+DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf16* in, void* out, int* routing, int max_rows, int patience) {
+    constexpr bool MORE_REGISTERS = WARPS == 8 && NT == 4; // the rows take 128
     constexpr int CHUNKS = WIDTH / 32 / WARPS;
     static_assert(CHUNKS * 32 * WARPS == WIDTH, "inner dimension must divide among the warps");
     constexpr int ROW_BYTES = WIDTH * 2, ROW_STRIDE = ROW_BYTES + 64; // no bank conflicts between neighbouring rows
     constexpr int STAGE_BYTES = 16 * ROW_STRIDE;
-    constexpr int ACCUMULATORS = NT == 1 ? 2 : NT; // two chains when there is but one tile
     constexpr int RED_BYTES = WARPS * NT * 512;
     constexpr int RED_BUFFERS = STAGES * STAGE_BYTES + 2 * RED_BYTES + 2048 <= 232448 ? 2 : 1;
     extern __shared__ __align__(128) u8 memory[];
@@ -240,140 +257,219 @@ DEVICE void stream_experts(const bf16* __restrict__ weight, const bf16* in, void
     const u32 ring = shared_address(memory);
     float4* red = (float4*)(memory + STAGES * STAGE_BYTES);
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
+    __shared__ int4 announced[STAGES]; // what is in a stage: {segment or NO_MORE, tile, rows, 0}
+    __shared__ int announced_rows[STAGES][SEGMENT_ROWS]; // the segment's rows of the intermediate tensors
+    __shared__ int announced_index[STAGES];              // which walk of the stage it is, to look ahead by
+    constexpr int NO_MORE = -1 << 30;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int passes = SHARED ? (max_rows + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 0;
-    const int shared_tiles = SHARED * passes * TILES;
+    if (threadIdx.x == 0) trace(routing, GATED ? 1 : 2, 0);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, WARPS);
+            announced_index[s] = -1;
         }
         barrier_init_fence();
     }
     __syncthreads();
 
-    if (warp == WARPS) {
+    if (warp >= WARPS) {
+        if (MORE_REGISTERS) give_registers<40>();
+        if (warp > WARPS) return;
         const u64 once = policy_evict_first(), keep = policy_keep();
-        int stage = 0, parity = 1;
-        auto fetch = [&](int expert, int tile, u64 policy) {
+        int stage = 0, parity = 1, index = 0;
+        auto fetch = [&](int expert, int segment, int tile, int rows, int row, u64 policy) {
             barrier_wait(empty + 8 * stage, parity);
-            if (lane == 0) barrier_expect(full + 8 * stage, 16 * ROW_BYTES);
+            if (lane == 0) announced[stage] = make_int4(segment, tile, rows, 0);
+            if (lane < SEGMENT_ROWS) announced_rows[stage][lane] = row;
+            __syncwarp();
+            if (lane == 0) {
+                store_release_shared(&announced_index[stage], index);
+                barrier_expect(full + 8 * stage, 16 * ROW_BYTES);
+            }
             __syncwarp();
             if (lane < 16) {
-                const int row = GATED ? tile * 8 + lane % 8 + (lane / 8) * INTER : tile * 16 + lane;
-                const bf16* source = weight + ((size_t)expert * (GATED ? 2 * INTER : HIDDEN) + row) * WIDTH;
+                const int line = GATED ? tile * 8 + lane % 8 + lane / 8 * INTER : tile * 16 + lane;
+                const bf16* source = weight + ((size_t)expert * (GATED ? 2 * INTER : HIDDEN) + line) * WIDTH;
                 bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, source, ROW_BYTES, full + 8 * stage, policy);
             }
+            ++index;
             if (++stage == STAGES) {
                 stage = 0;
                 parity ^= 1;
             }
         };
-        Share s = share_of(shared_tiles, 0);
-        for (int u = s.shared_begin; u < s.shared_end; ++u) fetch(EXPERTS + u / (TILES * passes), u % TILES, passes > 1 ? keep : once);
+        const int passes = SHARED ? (max_rows + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 0;
+        const int shared_tiles = SHARED * passes * TILES, n = gridDim.x;
+        const int shared_end = (int)((long long)shared_tiles * (blockIdx.x + 1) / n);
+        for (int u = (int)((long long)shared_tiles * blockIdx.x / n); u < shared_end; ++u) {
+            const int expert = u / (TILES * passes), row0 = u / TILES % passes * SEGMENT_ROWS;
+            const int rows = min(SEGMENT_ROWS, max_rows - row0), row = (row0 + lane) * CHOICES + TOP_K + expert;
+            fetch(EXPERTS + expert, -1 - u / TILES, u % TILES, rows, row, passes > 1 ? keep : once);
+        }
+        if (GATED && SHARED && lane == 0) {
+            // Nothing can be fetched until the router has ended but what it does not choose: the shared down weights.
+            constexpr u32 PIECE = 4096;
+            constexpr u32 PIECES = (u32)((size_t)SHARED * HIDDEN * INTER * 2 / PIECE);
+            const u8* base = (const u8*)next_weight + (size_t)EXPERTS * HIDDEN * INTER * 2;
+            for (u32 p = PIECES * blockIdx.x / n; p < PIECES * (blockIdx.x + 1) / n; ++p) bulk_prefetch(base + (size_t)p * PIECE, PIECE);
+        }
+        __syncwarp();
         // The down product starts after the router has ended, so only the other must wait for the segments.
         if (GATED) wait_for_previous();
         if (GATED) let_next_start();
-        s = share_of(shared_tiles, load_fresh(routing) * TILES);
-        int segment = -1, expert = 0;
-        for (int u = s.routed_begin; u < s.routed_end; ++u) {
-            if (u / TILES != segment) {
-                segment = u / TILES;
-                expert = load_fresh(routing + SEGMENTS + 4 * segment);
+        const Pool pool = pool_of(load_fresh(routing) * TILES);
+        int ticket = 0;
+        auto take = [&]() {
+            if (lane == 0) ticket = atomicAdd(routing + (GATED ? 1 : 2), 1);
+        };
+        take(); // on its way while the block's own tiles are fetched
+        int segment = -1, expert = 0, rows = 0, row = 0;
+        auto routed = [&](int begin, int end) {
+            for (int u = begin; u < end; ++u) {
+                if (u / TILES != segment) {
+                    segment = u / TILES;
+                    const int* p = routing + SEGMENTS + 4 * segment;
+                    expert = load_fresh(p);
+                    rows = load_fresh(p + 2);
+                    const int slot0 = load_fresh(p + 1);
+                    if (lane < rows) row = load_fresh(routing + SLOTS + slot0 + lane);
+                }
+                fetch(expert, segment, u % TILES, rows, row, once);
             }
-            fetch(expert, u % TILES, once);
+        };
+        routed((int)((long long)pool.begin * blockIdx.x / n), (int)((long long)pool.begin * (blockIdx.x + 1) / n));
+        for (;;) {
+            const int2 mine = taking(pool, __shfl_sync(~0u, ticket, 0));
+            if (mine.x >= mine.y) break;
+            take();
+            routed(mine.x, mine.y);
+        }
+        barrier_wait(empty + 8 * stage, parity);
+        if (lane == 0) {
+            announced[stage] = make_int4(NO_MORE, 0, 0, 0);
+            barrier_arrive(full + 8 * stage);
         }
         return;
     }
 
+    if (MORE_REGISTERS) take_registers<232>();
     const int g = lane / 4, q = lane % 4;
-    wait_for_previous();
+    // What the shared experts need is there before the router has ended: it says so when it has begun.
+    bool waited = true;
+    if (GATED && SHARED) {
+        int left = patience;
+        if (lane == 0 && left) {
+            const int run = load_fresh(routing + 4) + 1;
+            while (load_acquire(routing + 3) != run && --left) __nanosleep(50);
+        }
+        waited = __shfl_sync(~0u, left, 0) == 0;
+    }
+    if (waited) wait_for_previous();
     if (!GATED) let_next_start();
-    const Share s = share_of(shared_tiles, load_fresh(routing) * TILES);
+    if (threadIdx.x == 0) trace(routing, GATED ? 1 : 2, 1);
     uint4 b[CHUNKS][NT];
-    int segment = -1, rows = 0, slot0 = 0, shared_expert = 0;
+    uint4 ahead[NT == 1 ? CHUNKS : 1]; // of the next tile, when its segment is another
+    int ahead_index = -1;
+    int segment = NO_MORE, rows = 0;
     int stage = 0, parity = 0, turn = 0, side = 0;
-    const int shared_count = s.shared_end - s.shared_begin;
-    const int count = shared_count + s.routed_end - s.routed_begin;
-    // Row of the intermediate tensors behind column n of the segment; only for n < rows.
-    auto row_of = [&](int n) {
-        return shared_expert ? (slot0 + n) * CHOICES + TOP_K + shared_expert - 1 : load_fresh(routing + SLOTS + slot0 + n);
+    // This lane's part of a row, a chunk of 32 elements.
+    auto part = [&](int row, int c) {
+        return *(const uint4*)(in + (size_t)(GATED ? row / CHOICES : row) * WIDTH + (warp * CHUNKS + c) * 32 + q * 8);
     };
-    for (int i = 0; i < count; ++i) {
-        const bool is_shared = i < shared_count;
-        const int u = is_shared ? s.shared_begin + i : s.routed_begin + i - shared_count;
-        const int now = is_shared ? -2 - u / TILES : u / TILES;
-        if (now != segment) {
-            segment = now;
-            side ^= 1;
-            if (is_shared) {
-                shared_expert = 1 + u / (TILES * passes);
-                slot0 = u / TILES % passes * SEGMENT_ROWS;
-                rows = min(SEGMENT_ROWS, max_rows - slot0);
-            } else {
-                shared_expert = 0;
-                slot0 = load_fresh(routing + SEGMENTS + 4 * segment + 1);
-                rows = load_fresh(routing + SEGMENTS + 4 * segment + 2);
+    for (int i = 0;; ++i) {
+        barrier_wait(full + 8 * stage, parity);
+        const int4 what = announced[stage];
+        if (what.x == NO_MORE) break;
+        if (what.x != segment) {
+            if (!waited && what.x >= 0) {
+                wait_for_previous();
+                waited = true;
             }
-            if (warp == 0 && lane < rows) segment_rows[side][lane] = row_of(lane);
+            segment = what.x;
+            side ^= 1;
+            rows = what.z;
+            if (warp == 0 && lane < rows) segment_rows[side][lane] = announced_rows[stage][lane];
+            if (NT == 1 && ahead_index == i) {
 #pragma unroll
-            for (int t = 0; t < NT; ++t) {
-                const int n = t * 8 + g;
-                const bool valid = n < rows;
-                const int row = valid ? row_of(n) : 0;
-                const bf16* source = in + (size_t)(GATED ? row / CHOICES : row) * WIDTH + warp * CHUNKS * 32 + q * 8;
+                for (int c = 0; c < CHUNKS; ++c) b[c][0] = ahead[c];
+            } else {
 #pragma unroll
-                for (int c = 0; c < CHUNKS; ++c)
-                    b[c][t] = valid ? *(const uint4*)(source + c * 32) : make_uint4(0, 0, 0, 0);
+                for (int t = 0; t < NT; ++t) {
+                    const int n = t * 8 + g;
+                    const int row = n < rows ? announced_rows[stage][n] : 0;
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c) b[c][t] = n < rows ? part(row, c) : make_uint4(0, 0, 0, 0);
+                }
+            }
+        }
+        if (NT == 1) {
+            const int next = stage + 1 == STAGES ? 0 : stage + 1;
+            if (load_acquire_shared(&announced_index[next]) == i + 1) {
+                const int4 then = announced[next];
+                if (then.x != segment && (waited || then.x < 0)) {
+                    ahead_index = i + 1;
+                    const int row = g < then.z ? announced_rows[next][g] : 0;
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c) ahead[c] = g < then.z ? part(row, c) : make_uint4(0, 0, 0, 0);
+                }
             }
         }
 
-        float acc[ACCUMULATORS][4];
+        float4* const buffer = red + (RED_BUFFERS == 2 ? (i & 1) * (RED_BYTES / 16) : 0);
+        // As many row tiles as the segment has rows for: fewer of them, fewer instructions between two weight tiles.
+        const auto multiply = [&](auto tiles) {
+            constexpr int N = decltype(tiles)::value;
+            constexpr int CHAINS = N == 1 ? 2 : N; // two when there is but one tile
+            float acc[CHAINS][4];
 #pragma unroll
-        for (int t = 0; t < ACCUMULATORS; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.f;
-        barrier_wait(full + 8 * stage, parity);
-        const u32 a = ring + stage * STAGE_BYTES + g * ROW_STRIDE + warp * CHUNKS * 64 + q * 16;
+            for (int t = 0; t < CHAINS; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.f;
+            const u32 a = ring + stage * STAGE_BYTES + g * ROW_STRIDE + warp * CHUNKS * 64 + q * 16;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const uint4 low = load_shared_16(a + c * 64), high = load_shared_16(a + 8 * ROW_STRIDE + c * 64);
+            for (int c = 0; c < CHUNKS; ++c) {
+                const uint4 low = load_shared_16(a + c * 64), high = load_shared_16(a + 8 * ROW_STRIDE + c * 64);
 #pragma unroll
-            for (int t = 0; t < NT; ++t) mma(acc[t], low.x, high.x, low.y, high.y, b[c][t].x, b[c][t].y);
+                for (int t = 0; t < N; ++t) mma(acc[t], low.x, high.x, low.y, high.y, b[c][t].x, b[c][t].y);
 #pragma unroll
-            for (int t = 0; t < NT; ++t) mma(acc[NT == 1 ? 1 : t], low.z, high.z, low.w, high.w, b[c][t].z, b[c][t].w);
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
+                for (int t = 0; t < N; ++t) mma(acc[N == 1 ? 1 : t], low.z, high.z, low.w, high.w, b[c][t].z, b[c][t].w);
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * stage);
+            if (RED_BUFFERS == 1 && i) group_sync(2, WARPS * 32);
+            if (N == 1) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) acc[0][j] += acc[CHAINS - 1][j];
+            }
+#pragma unroll
+            for (int t = 0; t < N; ++t)
+                buffer[(warp * N + t) * 32 + lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        };
+        const int row_tiles = (rows + 7) / 8;
+        if (NT == 1 || row_tiles == 1) multiply(Int<1>());
+        else if (NT == 2 || row_tiles == 2) multiply(Int<NT < 2 ? NT : 2>());
+        else if (row_tiles == 3) multiply(Int<NT < 3 ? NT : 3>());
+        else multiply(Int<NT>());
         if (++stage == STAGES) {
             stage = 0;
             parity ^= 1;
         }
 
-        // Sum over the warps' parts of the inner dimension; warp t of the turn takes row tile t.
-        float4* const buffer = red + (RED_BUFFERS == 2 ? (i & 1) * (RED_BYTES / 16) : 0);
-        if (RED_BUFFERS == 1 && i) group_sync(2, WARPS * 32);
-        if (NT == 1) {
-            buffer[warp * 32 + lane] = make_float4(acc[0][0] + acc[ACCUMULATORS - 1][0], acc[0][1] + acc[ACCUMULATORS - 1][1],
-                                                   acc[0][2] + acc[ACCUMULATORS - 1][2], acc[0][3] + acc[ACCUMULATORS - 1][3]);
-        } else {
-#pragma unroll
-            for (int t = 0; t < NT; ++t)
-                buffer[(warp * NT + t) * 32 + lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
-        }
+        // Sum over the warps' parts of the inner dimension, a row tile a warp; they take turns.
         group_sync(1, WARPS * 32);
         const int mine = (warp + WARPS - turn) % WARPS;
-        turn = (turn + NT) % WARPS;
-        if (mine < NT && mine * 8 < rows) {
+        turn = (turn + row_tiles) % WARPS;
+        if (mine < row_tiles) {
             float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float4 v = buffer[(w * NT + mine) * 32 + lane];
+                const float4 v = buffer[(w * row_tiles + mine) * 32 + lane];
                 sum.x += v.x;
                 sum.y += v.y;
                 sum.z += v.z;
                 sum.w += v.w;
             }
-            const int tile = u % TILES;
+            const int tile = what.y;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int n = mine * 8 + 2 * q + j;
@@ -390,53 +486,55 @@ DEVICE void stream_experts(const bf16* __restrict__ weight, const bf16* in, void
             }
         }
     }
+    if (!waited) wait_for_previous();
+    if (GATED && blockIdx.x == 0 && threadIdx.x == 0) routing[4] = load_fresh(routing + 4) + 1;
+    if (threadIdx.x == 0) trace(routing, GATED ? 1 : 2, 2);
 }
 
-// h[row] = silu(gate x) * (up x): `weight` is [EXPERTS + SHARED, 2 INTER, HIDDEN], the gate's rows first.
-// one block a multiprocessor, (WARPS_UP + 1) * 32 threads
-KERNEL void __launch_bounds__((WARPS_UP + 1) * 32, 1)
-moe_gate_up(const bf16* weight, const bf16* x, bf16* h, const int* routing, int max_rows) {
-    stream_experts<WARPS_UP, STAGES_UP, HIDDEN, INTER / 8, true>(weight, x, h, routing, max_rows);
+// h[row] = silu(gate x) * (up x): `weight` is [EXPERTS + SHARED, 2 INTER, HIDDEN], the gate's rows first; `down` what the
+// next kernel will read; `patience` how often to look whether x is there before waiting for the router to end. One block a multiprocessor, THREADS_UP threads
+KERNEL void __launch_bounds__(THREADS_UP, 1)
+moe_gate_up(const bf16* weight, const bf16* down, const bf16* x, bf16* h, int* routing, int max_rows, int patience) {
+    stream_experts<WARPS_UP, STAGES_UP, HIDDEN, INTER / 8, true>(weight, down, x, h, routing, max_rows, patience);
 }
 
 // y[row] = down h[row], unweighted f32: `weight` is [EXPERTS + SHARED, HIDDEN, INTER].
-// one block a multiprocessor, (WARPS_DOWN + 1) * 32 threads
-KERNEL void __launch_bounds__((WARPS_DOWN + 1) * 32, 1)
-moe_down(const bf16* weight, const bf16* h, float* y, const int* routing, int max_rows) {
-    stream_experts<WARPS_DOWN, STAGES_DOWN, INTER, HIDDEN / 16, false>(weight, h, y, routing, max_rows);
+// one block a multiprocessor, THREADS_DOWN threads
+KERNEL void __launch_bounds__(THREADS_DOWN, 1)
+moe_down(const bf16* weight, const bf16* h, float* y, int* routing, int max_rows) {
+    stream_experts<WARPS_DOWN, STAGES_DOWN, INTER, HIDDEN / 16, false>(weight, nullptr, h, y, routing, max_rows, 0);
 }
 
 // out[t] = sum of the chosen experts' rows by their weights, in the order of choice, and the shared experts' rows.
-// Rows beyond num_rows become zero. grid max_rows, HIDDEN / 8 threads
+// Rows beyond num_rows become zero. grid (max_rows, HIDDEN / 256), 64 threads of four columns
 KERNEL void moe_combine(const float* y, const float* weights, void* out, const int* num_rows, int max_rows) {
     let_next_start();
     wait_for_previous();
-    const int t = blockIdx.x, column = threadIdx.x * 8;
+    const int t = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x * 4;
     const int rows = num_rows ? min(*num_rows, max_rows) : max_rows;
-    float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     if (t < rows) {
+        float w[CHOICES];
+        float4 v[CHOICES];
+#pragma unroll
+        for (int k = 0; k < CHOICES; ++k) w[k] = k < TOP_K ? weights[t * TOP_K + k] : 1.f;
+        // A weight of zero is another shard's expert: nobody wrote that row.
 #pragma unroll
         for (int k = 0; k < CHOICES; ++k) {
-            const float w = k < TOP_K ? weights[t * TOP_K + k] : 1.f;
-            if (w == 0.f) continue; // another shard's expert: nobody wrote this row
             const float4* row = (const float4*)(y + ((size_t)t * CHOICES + k) * HIDDEN + column);
-            const float4 a = row[0], b = row[1];
-            sum[0] += w * a.x;
-            sum[1] += w * a.y;
-            sum[2] += w * a.z;
-            sum[3] += w * a.w;
-            sum[4] += w * b.x;
-            sum[5] += w * b.y;
-            sum[6] += w * b.z;
-            sum[7] += w * b.w;
+            v[k] = w[k] != 0.f ? *row : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+#pragma unroll
+        for (int k = 0; k < CHOICES; ++k) {
+            sum.x += w[k] * v[k].x;
+            sum.y += w[k] * v[k].y;
+            sum.z += w[k] * v[k].z;
+            sum.w += w[k] * v[k].w;
         }
     }
 #if OUT_F32
-    float4* target = (float4*)((float*)out + (size_t)t * HIDDEN + column);
-    target[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    target[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    *(float4*)((float*)out + (size_t)t * HIDDEN + column) = sum;
 #else
-    *(uint4*)((bf16*)out + (size_t)t * HIDDEN + column) = make_uint4(
-        bf16_pair(sum[0], sum[1]), bf16_pair(sum[2], sum[3]), bf16_pair(sum[4], sum[5]), bf16_pair(sum[6], sum[7]));
+    *(uint2*)((bf16*)out + (size_t)t * HIDDEN + column) = make_uint2(bf16_pair(sum.x, sum.y), bf16_pair(sum.z, sum.w));
 #endif
 }

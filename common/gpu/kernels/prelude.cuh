@@ -96,11 +96,45 @@ DEVICE u64 policy_evict_first() {
 }
 DEVICE u64 policy_keep() {
     u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 // A barrier among `threads` threads of the block; ids 1..15 (0 is __syncthreads).
 DEVICE void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Asks for `bytes` (a multiple of 16) to be brought into the second-level cache.
+DEVICE void bulk_prefetch(const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)), "r"(bytes) : "memory");
+}
+// Registers of this warpgroup's threads from here on; more only what another gave up.
+template <int N> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// ---- clusters -----------------------------------------------------------------------------------------------------
+
+// Blocks of a cluster run at once and reach each other's shared memory.
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// The address, in the whole cluster, of the place that `address` is in block `rank`.
+DEVICE u32 shared_address_of(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+DEVICE void store_shared_cluster(u32 address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A compile-time number as an argument.
+template <int N> struct Int {
+    static constexpr int value = N;
+};
 
 // ---- order between kernels of one stream ----------------------------------------------------------------------
 
@@ -121,6 +155,20 @@ DEVICE float load_fresh(const float* p) {
     float v;
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
     return v;
+}
+DEVICE int load_acquire(const int* p) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE int load_acquire_shared(const int* p) {
+    int v;
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+    return v;
+}
+DEVICE void store_release_shared(int* p, int v) {
+    asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
 }
 DEVICE void store_release_system(u64* p, u64 v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");

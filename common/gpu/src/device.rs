@@ -64,7 +64,12 @@ impl Device {
     /// [`GpuError::Driver`].
     pub fn stream(&self) -> Result<Stream, GpuError> {
         let inner = self.context.new_stream().map_err(GpuError::driver("making a stream"))?;
-        Ok(Stream { device: self.clone(), inner, capturing: RefCell::default(), opens_late: Cell::new(false) })
+        Ok(Stream {
+            device: self.clone(),
+            inner,
+            capturing: RefCell::default(),
+            opens_late: Cell::new(false),
+        })
     }
 
     /// As the marketing has it.

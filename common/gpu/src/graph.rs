@@ -69,7 +69,8 @@ impl Graph {
     pub fn launch(&mut self) -> Result<(), GpuError> {
         let bind = self.stream.context().bind_to_thread();
         // SAFETY: exec and stream are alive, held by self.
-        let launched = bind.and_then(|()| unsafe { result::graph::launch(self.exec, self.stream.cu_stream()) });
+        let launched =
+            bind.and_then(|()| unsafe { result::graph::launch(self.exec, self.stream.cu_stream()) });
         launched.map_err(GpuError::driver("launching a graph"))
     }
 }

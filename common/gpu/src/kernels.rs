@@ -112,6 +112,18 @@ impl Kernel {
         self.name
     }
 
+    /// Asks for as much shared memory as there is, though the kernel does not need it. A multiprocessor changes its split of
+    /// cache and shared memory only when it is empty: with one split for all, kernels that overlap can take their
+    /// places beside each other. Not for kernels that must run beside ones of another split on another stream: a launch
+    /// with a new preference may wait for what runs.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn prefer_shared_memory(&self) -> Result<(), GpuError> {
+        let split = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        self.function.set_attribute(split, 100).map_err(GpuError::driver(self.name))
+    }
+
     pub(crate) fn function(&self) -> driver::CUfunction {
         self.function.cu_function()
     }
@@ -154,7 +166,8 @@ impl Program {
         let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
         // SAFETY: the pointers are valid strings through the call.
         let done = unsafe {
-            nvrtc::nvrtcCompileProgram(self.handle, pointers.len() as i32, pointers.as_ptr().cast_mut()).result()
+            nvrtc::nvrtcCompileProgram(self.handle, pointers.len() as i32, pointers.as_ptr().cast_mut())
+                .result()
         };
         if let Err(e) = done {
             return Err(broken(format!("{e}: {}", self.log())));

@@ -110,7 +110,8 @@ impl<'a> Launch<'a> {
         // SAFETY: the config and the pointers live through the call; the rest is the caller's promise.
         let launched = bind.and_then(|()| unsafe {
             let nothing_more = std::ptr::null_mut();
-            sys::cuLaunchKernelEx(&config, self.kernel.function(), pointers.as_mut_ptr(), nothing_more).result()
+            sys::cuLaunchKernelEx(&config, self.kernel.function(), pointers.as_mut_ptr(), nothing_more)
+                .result()
         });
         stream.opens_late().set(self.opens_late);
         launched.map_err(GpuError::driver(self.kernel.name()))

@@ -104,7 +104,12 @@ impl Region {
     /// # Safety
     /// `address..address + bytes` is memory of `device` for as long as `keep` lives, and nobody gives it to other work
     /// in the meantime.
-    pub unsafe fn foreign(device: &Device, address: u64, bytes: usize, keep: Box<dyn Any + Send + Sync>) -> Self {
+    pub unsafe fn foreign(
+        device: &Device,
+        address: u64,
+        bytes: usize,
+        keep: Box<dyn Any + Send + Sync>,
+    ) -> Self {
         let owner = Owner { device: device.clone(), address, kind: Kind::Foreign(keep) };
         Self { owner: Arc::new(owner), offset: 0, len: bytes }
     }
@@ -132,7 +137,8 @@ impl Region {
         let mut raw = sys::CUipcMemHandle { reserved: [0; 64] };
         let bind = self.owner.device.context().bind_to_thread();
         // SAFETY: the address is the base of a live cuMemAlloc allocation, held by self.
-        let exported = bind.and_then(|()| unsafe { sys::cuIpcGetMemHandle(&mut raw, self.owner.address).result() });
+        let exported =
+            bind.and_then(|()| unsafe { sys::cuIpcGetMemHandle(&mut raw, self.owner.address).result() });
         exported.map_err(GpuError::driver("exporting memory"))?;
         Ok(raw.reserved.map(|b| b as u8))
     }
@@ -306,7 +312,8 @@ impl HostWords {
     /// The word at `index`; `None` beyond the end.
     pub fn get(&self, index: usize) -> Option<u32> {
         // SAFETY: inside the allocation, aligned, and only ever accessed through atomics on this side.
-        (index < self.len).then(|| unsafe { AtomicU32::from_ptr(self.words.add(index)) }.load(Ordering::Acquire))
+        (index < self.len)
+            .then(|| unsafe { AtomicU32::from_ptr(self.words.add(index)) }.load(Ordering::Acquire))
     }
 
     pub(crate) fn address(&self) -> u64 {

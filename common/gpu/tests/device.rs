@@ -22,8 +22,12 @@ fn every_kernel_file_compiles_for_hopper() {
         ("WARPS_DOWN", 11),
         ("STAGES_UP", 3),
         ("STAGES_DOWN", 4),
+        ("THREADS_UP", 288),
+        ("THREADS_DOWN", 384),
+        ("STATIC_PERCENT", 60),
+        ("TRACE", 1),
     ];
-    let mla = [("LATENT", 512), ("ROPE", 64), ("BLOCK_SIZE", 16), ("STAGES", 5)];
+    let mla = [("LATENT", 512), ("ROPE", 64), ("BLOCK_SIZE", 16), ("STAGES", 5), ("VARIANT", 0)];
     for source in Source::ALL {
         let constants: &[_] = match source {
             Source::Moe => &moe,

@@ -199,7 +199,8 @@ fn replayed(end: &mut End<'_>) -> Outcome {
             for layer in 0..LAYERS {
                 let frame = Frame { slot: 0, identity: identity(layer as u16, false), rows, form };
                 let range = layer * bytes..(layer + 1) * bytes;
-                let landed = end.exchange(frame, &out.part(range.clone())?, Some(&num)).map_err(StepError::Lost)?;
+                let landed =
+                    end.exchange(frame, &out.part(range.clone())?, Some(&num)).map_err(StepError::Lost)?;
                 seen.part(range)?.copy_from(stream, &landed)?;
             }
             Ok(())
@@ -212,7 +213,8 @@ fn replayed(end: &mut End<'_>) -> Outcome {
             let found: Vec<bf16> = seen.read_on(stream).map_err(text)?;
             end.channel.check().map_err(text)?;
             let frame = Frame { slot: 0, identity: identity(0, false), rows: LAYERS * rows, form };
-            same(&found, &end.pattern(LAYERS * rows, theirs), &frame).map_err(|e| format!("replay {replay}: {e}"))?;
+            same(&found, &end.pattern(LAYERS * rows, theirs), &frame)
+                .map_err(|e| format!("replay {replay}: {e}"))?;
         }
     }
     Ok(())
@@ -220,7 +222,12 @@ fn replayed(end: &mut End<'_>) -> Outcome {
 
 fn independent(end: &mut End<'_>) -> Outcome {
     // Both slots are put before either is answered.
-    let frames = [0, 1].map(|slot| Frame { slot, identity: identity(slot as u16, false), rows: 4, form: Form::Packets });
+    let frames = [0, 1].map(|slot| Frame {
+        slot,
+        identity: identity(slot as u16, false),
+        rows: 4,
+        form: Form::Packets,
+    });
     let back = frames.map(|f| Frame { identity: Identity { combine: true, ..f.identity }, ..f });
     let rows = frames.map(|f| end.pattern(4, 70 + f.slot as u64));
     if end.side == Side::Attention {

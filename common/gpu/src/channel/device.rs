@@ -81,7 +81,8 @@ impl DeviceChannel {
     /// [`StepError::BadFrame`] when the two ends' sizes differ, [`StepError::Gpu`].
     pub fn connect(landing: Landing, offer: &Offer) -> Result<Self, StepError> {
         let own = landing.limits;
-        if (offer.num_slots, offer.max_rows, offer.row_bytes) != (own.num_slots, own.max_rows, own.row_bytes) {
+        if (offer.num_slots, offer.max_rows, offer.row_bytes) != (own.num_slots, own.max_rows, own.row_bytes)
+        {
             return Err(StepError::BadFrame(format!("own sizes are {own:?}, the peer's are {offer:?}")));
         }
         let bytes = landing.memory.len();
@@ -181,7 +182,8 @@ impl StepChannel for DeviceChannel {
         };
         // Behind a put it may start at once: the put let it only when everything before had ended.
         let launch = Launch::new(kernel, (blocks, 1), threads).overlap(stream.opens_late().get());
-        let launch = launch.region(&slot).region(&sequences).region(&self.status).u64(self.host_status.address());
+        let launch =
+            launch.region(&slot).region(&sequences).region(&self.status).u64(self.host_status.address());
         let launch = launch.size(frame.slot)?.u32(frame.identity.word());
         let launch = launch.u64(u64::try_from(self.limits.patience.as_nanos()).unwrap_or(u64::MAX));
         let launch = match frame.form {
@@ -192,10 +194,7 @@ impl StepChannel for DeviceChannel {
         // SAFETY: channel_wait's or channel_wait_packets' arguments; the frame fits the limits and so does the slot;
         // the host's words live as long as the channel, which waits for its device when it is dropped.
         unsafe { launch.enqueue(stream) }?;
-        Ok(Landed {
-            rows: slot.part(DATA_AT..DATA_AT + bytes)?,
-            num_rows: slot.part(ROWS_AT..ROWS_AT + 4)?,
-        })
+        Ok(Landed { rows: slot.part(DATA_AT..DATA_AT + bytes)?, num_rows: slot.part(ROWS_AT..ROWS_AT + 4)? })
     }
 
     fn direct(&self, slot: usize) -> Option<Region> {
@@ -204,7 +203,12 @@ impl StepChannel for DeviceChannel {
         self.slot(&self.peer, slot).and_then(|s| s.part(DATA_AT..DATA_AT + bytes)).ok()
     }
 
-    fn put_written(&mut self, stream: &Stream, frame: Frame, num_rows: Option<&Region>) -> Result<(), StepError> {
+    fn put_written(
+        &mut self,
+        stream: &Stream,
+        frame: Frame,
+        num_rows: Option<&Region>,
+    ) -> Result<(), StepError> {
         self.limits.check_frame(&frame, None)?;
         if frame.form != Form::Rows {
             return Err(StepError::BadFrame("rows written by kernels cannot travel as packets".to_owned()));

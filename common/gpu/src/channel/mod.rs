@@ -64,7 +64,12 @@ pub trait StepChannel: Send {
     ///
     /// # Errors
     /// [`StepError::BadFrame`], also when there is no `direct`.
-    fn put_written(&mut self, stream: &Stream, frame: Frame, num_rows: Option<&Region>) -> Result<(), StepError>;
+    fn put_written(
+        &mut self,
+        stream: &Stream,
+        frame: Frame,
+        num_rows: Option<&Region>,
+    ) -> Result<(), StepError>;
 
     /// Whether every wait so far that has run got what it waited for. Cheap: it reads host memory.
     ///
@@ -111,7 +116,7 @@ pub enum Form {
 impl Form {
     /// The faster one for a frame that is copied, by measurement between two H200.
     pub fn for_bytes(bytes: usize) -> Self {
-        if bytes <= 768 << 10 { Self::Packets } else { Self::Rows }
+        if bytes <= 64 << 10 { Self::Packets } else { Self::Rows }
     }
 }
 
@@ -242,7 +247,8 @@ mod tests {
 
     #[test]
     fn frames_are_checked_against_the_limits() {
-        let limits = StepLimits { num_slots: 2, max_rows: 8, row_bytes: 32, patience: Duration::from_secs(1) };
+        let limits =
+            StepLimits { num_slots: 2, max_rows: 8, row_bytes: 32, patience: Duration::from_secs(1) };
         let identity = Identity { epoch: 1, layer: 0, stage: 0, combine: false };
         let frame = Frame { slot: 1, identity, rows: 8, form: Form::Rows };
         assert!(limits.check().is_ok() && limits.check_frame(&frame, None).is_ok());

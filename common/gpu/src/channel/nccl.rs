@@ -68,9 +68,16 @@ impl NcclChannel {
             host_status: HostWords::new(device, 8)?,
         };
         let probe = Region::zeroed(device, 64)?;
-        // Both ends send first: the directions are independent.
-        channel.outgoing.group(|| channel.outgoing.send(stream, &probe.part(0..32)?, 1))?;
-        channel.incoming.group(|| channel.incoming.receive(stream, &probe.part(32..64)?, 0))?;
+        // A first send ends when the peer receives: one direction after the other, the same at both ends.
+        let send = || channel.outgoing.group(|| channel.outgoing.send(stream, &probe.part(0..32)?, 1));
+        let receive = || channel.incoming.group(|| channel.incoming.receive(stream, &probe.part(32..64)?, 0));
+        if first {
+            send()?;
+            receive()?;
+        } else {
+            receive()?;
+            send()?;
+        }
         stream.mark(false)?.wait(deadline)?;
         Ok(channel)
     }
@@ -118,7 +125,8 @@ impl StepChannel for NcclChannel {
             self.incoming.receive(stream, &header, 0)?;
             if rows.is_empty() { Ok(()) } else { self.incoming.receive(stream, &rows, 0) }
         })?;
-        let launch = Launch::new(&self.check, (1, 1), 1).region(&header).region(&sequence).region(&self.status);
+        let launch =
+            Launch::new(&self.check, (1, 1), 1).region(&header).region(&sequence).region(&self.status);
         let launch = launch.u64(self.host_status.address()).size(frame.slot)?.u32(frame.identity.word());
         let launch = launch.region(&num_rows);
         // SAFETY: channel_check's arguments; the host's words live as long as the channel, which waits for its device
@@ -131,7 +139,12 @@ impl StepChannel for NcclChannel {
         None
     }
 
-    fn put_written(&mut self, _stream: &Stream, _frame: Frame, _rows: Option<&Region>) -> Result<(), StepError> {
+    fn put_written(
+        &mut self,
+        _stream: &Stream,
+        _frame: Frame,
+        _rows: Option<&Region>,
+    ) -> Result<(), StepError> {
         Err(StepError::BadFrame("kernels cannot write to an NCCL peer".to_owned()))
     }
 

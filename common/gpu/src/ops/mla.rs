@@ -34,13 +34,14 @@ pub struct Mla {
     plan: Kernel,
     decode: Kernel,
     combine: Kernel,
-    tile_starts: Region,
+    shares: Region,
     part_out: Region,
     part_max_sum: Region,
 }
 
 const HEADS: usize = 16;
-const WARPS: u32 = 8;
+const WARPS: u32 = 16;
+const TILE: usize = 32;
 const STAGES: usize = 5;
 
 impl Mla {
@@ -49,7 +50,21 @@ impl Mla {
     /// # Errors
     /// [`GpuError::Unsupported`] for other sizes than the kernel's; otherwise as [`Module::load`].
     pub fn new(device: &Device, shape: MlaShape, max_batch: usize) -> Result<Self, GpuError> {
-        if !shape.latent.is_multiple_of(128) || !(shape.latent + shape.rope).is_multiple_of(64) || shape.latent > 512 {
+        Self::with_parts(device, shape, max_batch, 0)
+    }
+
+    /// With parts left out, for the benchmark: see `mla.cu`.
+    #[doc(hidden)]
+    pub fn with_parts(
+        device: &Device,
+        shape: MlaShape,
+        max_batch: usize,
+        left_out: u32,
+    ) -> Result<Self, GpuError> {
+        if !shape.latent.is_multiple_of(256)
+            || !(shape.latent + shape.rope).is_multiple_of(64)
+            || shape.latent > 512
+        {
             return Err(GpuError::unsupported(format!("latent {} + {}", shape.latent, shape.rope)));
         }
         if !shape.block_size.is_power_of_two() || max_batch == 0 || max_batch > 1024 {
@@ -60,19 +75,20 @@ impl Mla {
             ("ROPE", shape.rope as i64),
             ("BLOCK_SIZE", shape.block_size as i64),
             ("STAGES", STAGES as i64),
+            ("VARIANT", i64::from(left_out)),
         ];
         let module = Module::load(device, Source::Mla, &constants)?;
-        let ring = STAGES * 32 * ((shape.latent + shape.rope) * 2 + 16);
-        let scores = 2 * 2 * HEADS * 72 * 4;
+        // Loads of the last row may reach a little beyond it.
+        let ring = STAGES * TILE * ((shape.latent + shape.rope) * 2 + 16) + 128;
         let parts = device.num_multiprocessors() as usize + max_batch;
         Ok(Self {
             shape,
             max_batch,
             blocks: device.num_multiprocessors(),
             plan: module.kernel("mla_plan", 0)?,
-            decode: module.kernel("mla_decode", ring + scores)?,
+            decode: module.kernel("mla_decode", ring)?,
             combine: module.kernel("mla_combine", 0)?,
-            tile_starts: Region::zeroed(device, (max_batch + 1) * 4)?,
+            shares: Region::zeroed(device, parts * 16)?,
             part_out: Region::alloc(device, parts * HEADS * shape.latent * 4)?,
             part_max_sum: Region::alloc(device, parts * HEADS * 8)?,
         })
@@ -85,17 +101,20 @@ impl Mla {
     pub fn plan(&self, stream: &Stream, step: &MlaStep) -> Result<(), GpuError> {
         self.check(step)?;
         let launch = Launch::new(&self.plan, (1, 1), 1024);
-        let launch = launch.region(&step.seq_lens).region(&self.tile_starts).size(step.batch)?;
+        let launch = launch.region(&step.seq_lens).region(&self.shares).size(step.batch)?.u32(self.blocks);
         // SAFETY: mla_plan's arguments; sizes were checked or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
 
     /// Enqueues one layer behind its step's [`plan`](Self::plan): `query` `[batch, 16, latent + rope]`, `cache`
     /// `[blocks, block_size, latent + rope]`, `out` `[batch, 16, latent]`, all bf16. Scores are scaled by `scale`.
-    /// Every entry of the block table that the lengths reach names a block of the cache.
+    /// Every entry of the block table that the lengths reach names a block of the cache. `early` says that all of this but
+    /// the queries and the last token of each sequence was written before the kernel ahead began, so that reading may
+    /// begin while that one runs: true for all layers of a step but the first.
     ///
     /// # Errors
     /// [`GpuError::TooSmall`], [`GpuError::Unsupported`], [`GpuError::Driver`].
+    #[allow(clippy::too_many_arguments)] // an operation's operands
     pub fn decode(
         &self,
         stream: &Stream,
@@ -104,19 +123,21 @@ impl Mla {
         cache: &Region,
         scale: f32,
         out: &Region,
+        early: bool,
     ) -> Result<(), GpuError> {
         self.check(step)?;
         let MlaShape { latent, rope, .. } = self.shape;
         query.expect("queries", step.batch * HEADS * (latent + rope) * 2)?;
         out.expect("attention result", step.batch * HEADS * latent * 2)?;
         let launch = Launch::new(&self.decode, (self.blocks, 1), (WARPS + 1) * 32).overlap(true);
-        let launch = launch.region(query).region(cache).region(&step.block_table).region(&step.seq_lens);
-        let launch = launch.region(&self.tile_starts).region(&self.part_out).region(&self.part_max_sum);
-        let launch = launch.size(step.batch)?.size(step.max_blocks)?.f32(scale * std::f32::consts::LOG2_E);
+        let launch = launch.region(query).region(cache).region(&step.block_table).region(&self.shares);
+        let launch = launch.region(&self.part_out).region(&self.part_max_sum).size(step.max_blocks)?;
+        let launch = launch.f32(scale * std::f32::consts::LOG2_E).u32(u32::from(early));
         // SAFETY: mla_decode's arguments; sizes were checked or chosen in `new`; block ids are the caller's.
         unsafe { launch.enqueue(stream)? };
         let launch = Launch::new(&self.combine, (step.batch as u32, 4), 256).overlap(true);
-        let launch = launch.region(&self.part_out).region(&self.part_max_sum).region(&self.tile_starts).region(out);
+        let launch =
+            launch.region(&self.part_out).region(&self.part_max_sum).region(&self.shares).region(out);
         let launch = launch.size(step.batch)?.u32(self.blocks);
         // SAFETY: mla_combine's arguments; sizes were checked or chosen in `new`.
         unsafe { launch.enqueue(stream) }

@@ -5,5 +5,5 @@ mod moe;
 mod rows;
 
 pub use mla::{Mla, MlaShape, MlaStep};
-pub use moe::{Moe, MoeOutput, MoeShape, MoeWeights};
+pub use moe::{Moe, MoeOutput, MoeShape, MoeTuning, MoeWeights};
 pub use rows::{MlaWrite, Rows};

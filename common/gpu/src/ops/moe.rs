@@ -45,6 +45,24 @@ pub struct MoeWeights {
     pub scale: f32,
 }
 
+/// What the benchmark turns; the defaults are the best it found.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct MoeTuning {
+    /// Of the routed weight tiles, those that blocks do not compete for.
+    pub static_percent: u32,
+    /// Whether small kernels ask for the large ones' split of memory.
+    pub one_split: bool,
+    /// Whether kernels note when they began and ended.
+    pub trace: bool,
+}
+
+impl Default for MoeTuning {
+    fn default() -> Self {
+        Self { static_percent: 60, one_split: true, trace: false }
+    }
+}
+
 /// The kernels for a shape and up to `max_rows` rows, with the memory between them.
 #[derive(Debug)]
 pub struct Moe {
@@ -61,10 +79,13 @@ pub struct Moe {
     logits: Region,
     routing: Region,
     weights: Region,
-    tickets: Region,
+    ticket: Region,
     hidden: Region,
     partial: Region,
 }
+
+/// Of four kernels, up to 256 blocks and up to four times each, at the routing's end.
+const TRACE_BYTES: usize = 4 * 256 * 4 * 8;
 
 /// Most shared memory of a block of one that has a multiprocessor for itself.
 const SHARED_BYTES: usize = 227 << 10;
@@ -78,7 +99,23 @@ impl Moe {
     ///
     /// # Errors
     /// [`GpuError::Unsupported`] for shapes that do not divide into tiles; otherwise as [`Module::load`].
-    pub fn new(device: &Device, shape: MoeShape, max_rows: usize, output: MoeOutput) -> Result<Self, GpuError> {
+    pub fn new(
+        device: &Device,
+        shape: MoeShape,
+        max_rows: usize,
+        output: MoeOutput,
+    ) -> Result<Self, GpuError> {
+        Self::tuned(device, shape, max_rows, output, MoeTuning::default())
+    }
+
+    #[doc(hidden)]
+    pub fn tuned(
+        device: &Device,
+        shape: MoeShape,
+        max_rows: usize,
+        output: MoeOutput,
+        tuning: MoeTuning,
+    ) -> Result<Self, GpuError> {
         let plan = Plan::of(&shape, max_rows)?;
         let constants = [
             ("HIDDEN", shape.hidden as i64),
@@ -94,27 +131,38 @@ impl Moe {
             ("WARPS_DOWN", plan.down.warps as i64),
             ("STAGES_UP", plan.up.stages as i64),
             ("STAGES_DOWN", plan.down.stages as i64),
+            ("THREADS_UP", i64::from(plan.up.threads(plan.row_tiles))),
+            ("THREADS_DOWN", i64::from(plan.down.threads(plan.row_tiles))),
+            ("STATIC_PERCENT", i64::from(tuning.static_percent)),
+            ("TRACE", i64::from(tuning.trace)),
         ];
         let module = Module::load(device, Source::Moe, &constants)?;
         let choices = shape.top_k + shape.num_shared;
-        let routing_ints = 4
+        let routing_ints = 8
             + 4 * (shape.num_experts + Self::MAX_ROWS * shape.top_k / (plan.row_tiles * 8))
             + 2 * Self::MAX_ROWS * shape.top_k;
+        let kernel = |name, bytes| {
+            let kernel = module.kernel(name, bytes)?;
+            if tuning.one_split {
+                kernel.prefer_shared_memory()?;
+            }
+            Ok(kernel)
+        };
         Ok(Self {
             shape,
             max_rows,
             blocks: device.num_multiprocessors(),
             overlap: true,
-            router: module.kernel("moe_router", 0)?,
-            gate_up: module.kernel("moe_gate_up", plan.up.bytes)?,
-            down: module.kernel("moe_down", plan.down.bytes)?,
-            combine: module.kernel("moe_combine", 0)?,
-            threads_up: (plan.up.warps as u32 + 1) * 32,
-            threads_down: (plan.down.warps as u32 + 1) * 32,
+            router: kernel("moe_router", 0)?,
+            gate_up: kernel("moe_gate_up", plan.up.bytes)?,
+            down: kernel("moe_down", plan.down.bytes)?,
+            combine: kernel("moe_combine", 0)?,
+            threads_up: plan.up.threads(plan.row_tiles),
+            threads_down: plan.down.threads(plan.row_tiles),
             logits: Region::alloc(device, max_rows * shape.num_experts * 4)?,
-            routing: Region::zeroed(device, routing_ints * 4)?,
+            routing: Region::zeroed(device, (routing_ints + 1) / 2 * 8 + TRACE_BYTES)?,
             weights: Region::alloc(device, max_rows * shape.top_k * 4)?,
-            tickets: Region::zeroed(device, (1 + max_rows.div_ceil(8)) * 4)?,
+            ticket: Region::zeroed(device, 4)?,
             hidden: Region::alloc(device, max_rows * choices * shape.intermediate * 2)?,
             partial: Region::alloc(device, max_rows * choices * shape.hidden * 4)?,
         })
@@ -178,7 +226,7 @@ impl Moe {
         let grid = (self.max_rows.div_ceil(8) as u32, (shape.num_experts / 16) as u32);
         let launch = Launch::new(&self.router, grid, 256).overlap(self.overlap);
         let launch = launch.region(x).region(&weights.router).region(&self.logits).region(&self.routing);
-        let launch = launch.region(&self.weights).region(&self.tickets).maybe(num_rows);
+        let launch = launch.region(&self.weights).region(&self.ticket).maybe(num_rows);
         let launch = launch.size(self.max_rows)?.f32(weights.scale);
         let launch = launch.size(weights.first_expert)?.size(weights.num_here)?;
         // SAFETY: moe_router's arguments; sizes were checked above or chosen in `new`.
@@ -193,9 +241,11 @@ impl Moe {
         let shape = &self.shape;
         let experts = weights.num_here + shape.num_shared;
         weights.gate_up.expect("gate and up", experts * 2 * shape.intermediate * shape.hidden * 2)?;
+        weights.down.expect("down", experts * shape.hidden * shape.intermediate * 2)?;
         let launch = Launch::new(&self.gate_up, (self.blocks, 1), self.threads_up).overlap(self.overlap);
-        let launch = launch.region(&weights.gate_up).region(x).region(&self.hidden).region(&self.routing);
-        let launch = launch.size(self.max_rows)?;
+        let launch = launch.region(&weights.gate_up).region(&weights.down).region(x).region(&self.hidden);
+        let launch =
+            launch.region(&self.routing).size(self.max_rows)?.u32(if self.overlap { 256 } else { 0 });
         // SAFETY: moe_gate_up's arguments; sizes were checked above, in `route`, or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
@@ -221,12 +271,22 @@ impl Moe {
     /// As there.
     pub fn combine(&self, stream: &Stream, num_rows: Option<&Region>, out: &Region) -> Result<(), GpuError> {
         out.expect("result", self.max_rows * self.shape.hidden * 2)?;
-        let threads = (self.shape.hidden / 8) as u32;
-        let launch = Launch::new(&self.combine, (self.max_rows as u32, 1), threads).overlap(self.overlap);
+        let grid = (self.max_rows as u32, (self.shape.hidden / 256) as u32);
+        let launch = Launch::new(&self.combine, grid, 64).overlap(self.overlap);
         let launch = launch.region(&self.partial).region(&self.weights).region(out).maybe(num_rows);
         let launch = launch.size(self.max_rows)?;
         // SAFETY: moe_combine's arguments; sizes were checked above or chosen in `new`.
         unsafe { launch.enqueue(stream) }
+    }
+
+    /// When the last call's kernels began, had waited and ended, ns: `[kernel][block][4]`.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    #[doc(hidden)]
+    pub fn trace(&self) -> Result<Vec<u64>, GpuError> {
+        let len = self.routing.len();
+        self.routing.part(len - TRACE_BYTES..len)?.read()
     }
 
     /// Logits of the last call, `[max_rows, num_experts]` f32.
@@ -260,7 +320,7 @@ impl Plan {
         if !shape.intermediate.is_multiple_of(32) {
             return refuse("intermediate size", shape.intermediate);
         }
-        if !shape.num_experts.is_multiple_of(16) || shape.num_experts > 256 {
+        if !shape.num_experts.is_multiple_of(16) || shape.num_experts > 128 {
             return refuse("experts", shape.num_experts);
         }
         if shape.top_k == 0 || shape.top_k > 32.min(shape.num_experts) {
@@ -277,6 +337,12 @@ impl Plan {
 }
 
 impl Ring {
+    /// Threads of a block: one warp more to fetch; a whole warpgroup more where it gives its registers up (`moe.cu`).
+    fn threads(&self, row_tiles: usize) -> u32 {
+        let fetching = if self.warps == 8 && row_tiles == 4 { 4 } else { 1 };
+        (self.warps as u32 + fetching) * 32
+    }
+
     /// The most warps up to `most` that divide `width` into chunks of 32, of which a warp holds at most 8 in registers.
     fn of(width: usize, row_tiles: usize, most: usize, limit: usize) -> Result<Self, GpuError> {
         let divides = |warps: &usize| (width / 32).is_multiple_of(*warps) && width / 32 / warps <= 8;

@@ -75,7 +75,8 @@ impl Rows {
         }
         weight.expect("norm", hidden * 2)?;
         let launch = Launch::new(&self.rms_norm, (rows as u32, 1), (hidden / 8) as u32).overlap(true);
-        let launch = launch.maybe(delta).region(residual).region(weight).region(out).size(hidden)?.f32(epsilon);
+        let launch =
+            launch.maybe(delta).region(residual).region(weight).region(out).size(hidden)?.f32(epsilon);
         // SAFETY: rms_norm's arguments; sizes were checked.
         unsafe { launch.enqueue(stream) }
     }
@@ -96,7 +97,8 @@ impl Rows {
         write.positions.expect("positions", rows * 4)?;
         write.slots.expect("slots", rows * 8)?;
         let launch = Launch::new(&self.mla_write, (rows as u32, 1), (latent / 4) as u32).overlap(true);
-        let launch = launch.region(write.kv).region(write.latent_norm).region(write.query).region(write.cos_sin);
+        let launch =
+            launch.region(write.kv).region(write.latent_norm).region(write.query).region(write.cos_sin);
         let launch = launch.region(write.positions).region(write.slots).region(write.cache);
         let launch = launch.size(latent)?.size(rope)?.size(heads)?.size(query_stride)?.size(query_rope)?;
         // SAFETY: mla_write's arguments; sizes were checked; slots and positions are the caller's.

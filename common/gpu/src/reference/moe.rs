@@ -43,7 +43,10 @@ pub fn moe<'a>(
         .enumerate()
         .flat_map(|(row, route)| {
             let routed = route.experts.iter().copied().zip(route.weights.iter().copied());
-            routed.chain(shared.clone()).map(move |(expert, weight)| (row, expert, weight)).collect::<Vec<_>>()
+            routed
+                .chain(shared.clone())
+                .map(move |(expert, weight)| (row, expert, weight))
+                .collect::<Vec<_>>()
         })
         .collect();
     let parts = parallel(work.len(), |i| {
@@ -52,7 +55,11 @@ pub fn moe<'a>(
         let (gate_up, down) = (gate_up(expert), down(expert));
         let dot = |matrix: &[bf16], at: usize, width: usize, with: &[bf16]| -> f64 {
             // Exact products, summed in f64 by blocks of f32-exact terms.
-            matrix[at * width..][..width].iter().zip(with).map(|(a, b)| f64::from(a.to_f32() * b.to_f32())).sum()
+            matrix[at * width..][..width]
+                .iter()
+                .zip(with)
+                .map(|(a, b)| f64::from(a.to_f32() * b.to_f32()))
+                .sum()
         };
         let inner: Vec<bf16> = (0..intermediate)
             .map(|j| {

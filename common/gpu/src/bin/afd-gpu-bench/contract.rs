@@ -24,7 +24,8 @@ pub(crate) fn run(device: &Device) -> Result<String> {
 }
 
 pub(crate) fn play(device: &Device, side: Side, kind: &str, wire: &mut Wire) -> Result<()> {
-    let limits = StepLimits { num_slots: 2, max_rows: 256, row_bytes: 4096, patience: Duration::from_secs(2) };
+    let limits =
+        StepLimits { num_slots: 2, max_rows: 256, row_bytes: 4096, patience: Duration::from_secs(2) };
     let stream = device.stream()?;
     let arena = Region::alloc(device, contract::ARENA_BYTES)?;
     let abilities = Abilities { notices_silence: kind == "cuda-ipc" };

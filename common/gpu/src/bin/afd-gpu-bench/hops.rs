@@ -23,8 +23,15 @@ const HIDDEN: usize = 2048;
 const REPLAYS: usize = 50;
 
 /// Rows, what to reach over cuda-ipc, then; µs.
-const SIZES: [(usize, &str, &str); 7] =
-    [(1, "8", "6"), (8, "-", "-"), (32, "-", "-"), (64, "10", "8"), (128, "-", "-"), (256, "15", "12"), (1024, "-", "-")];
+const SIZES: [(usize, &str, &str); 7] = [
+    (1, "8", "6"),
+    (8, "-", "-"),
+    (32, "-", "-"),
+    (64, "10", "8"),
+    (128, "-", "-"),
+    (256, "15", "12"),
+    (1024, "-", "-"),
+];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
@@ -119,7 +126,12 @@ pub(crate) fn play(device: &Device, side: Side, wire: &mut Wire) -> Result<Strin
         cells.extend([reach.into(), then.into(), if equal { "equal" } else { "DIFFER" }.into()]);
         beyond.row(cells);
         let ratio = trips[3].zip(raw_trip).map_or("-".to_owned(), |(a, b)| format!("{:.2}", a / b));
-        bare.row([rows.to_string()].into_iter().chain(trips.iter().map(|t| text(*t))).chain([text(raw_trip), ratio]));
+        bare.row(
+            [rows.to_string()]
+                .into_iter()
+                .chain(trips.iter().map(|t| text(*t)))
+                .chain([text(raw_trip), ratio]),
+        );
     }
     wire.meet()?;
     Ok(format!("{beyond}{bare}"))
@@ -138,12 +150,22 @@ impl Bench<'_> {
         rows * HIDDEN * 2
     }
 
-    fn norm(&self, delta: Option<&Region>, out: &Region, rows: usize) -> std::result::Result<(), afd_gpu::GpuError> {
+    fn norm(
+        &self,
+        delta: Option<&Region>,
+        out: &Region,
+        rows: usize,
+    ) -> std::result::Result<(), afd_gpu::GpuError> {
         self.ops.rms_norm(&self.stream, delta, &self.residual, &self.weight, out, (rows, HIDDEN), 1e-6)
     }
 
     /// The FFN's part: keeps nothing from step to step.
-    fn answer(&self, landed: &Region, out: &Region, rows: usize) -> std::result::Result<(), afd_gpu::GpuError> {
+    fn answer(
+        &self,
+        landed: &Region,
+        out: &Region,
+        rows: usize,
+    ) -> std::result::Result<(), afd_gpu::GpuError> {
         self.ops.rms_norm(&self.stream, None, landed, &self.weight, out, (rows, HIDDEN), 1e-6)
     }
 
@@ -217,12 +239,23 @@ impl Bench<'_> {
     }
 
     /// NCCL alone: the same trip without identities.
-    fn raw_trip(&self, [outgoing, incoming]: &[Communicator; 2], rows: usize, wire: &mut Wire) -> Result<f64> {
+    fn raw_trip(
+        &self,
+        [outgoing, incoming]: &[Communicator; 2],
+        rows: usize,
+        wire: &mut Wire,
+    ) -> Result<f64> {
         let stream = &self.stream;
         let (from, into) = (self.input.part(0..self.bytes(rows))?, self.out.part(0..self.bytes(rows))?);
         let send = || outgoing.group(|| outgoing.send(stream, &from, 1));
         let receive = || incoming.group(|| incoming.receive(stream, &into, 0));
-        let trip = || if self.side == Side::Attention { send().and_then(|()| receive()) } else { receive().and_then(|()| send()) };
+        let trip = || {
+            if self.side == Side::Attention {
+                send().and_then(|()| receive())
+            } else {
+                receive().and_then(|()| send())
+            }
+        };
         wire.meet()?;
         trip()?; // connects
         stream.synchronize()?;
@@ -253,6 +286,11 @@ impl Bench<'_> {
 }
 
 /// For `loss`: an open channel between the two processes.
-pub(crate) fn open(device: &Device, side: Side, limits: StepLimits, wire: &mut Wire) -> Result<DeviceChannel> {
+pub(crate) fn open(
+    device: &Device,
+    side: Side,
+    limits: StepLimits,
+    wire: &mut Wire,
+) -> Result<DeviceChannel> {
     Opener { device, side, kind: "cuda-ipc", limits, wire }.ipc()
 }

@@ -87,7 +87,10 @@ fn survive(device: &Device, case: &str) -> Result<String> {
     let in_flight = !stream.mark(false)?.is_done()?;
     peer.kill()?;
     note(if in_flight { "killed with work in flight" } else { "killed after the work" }, Ok(()));
-    note("stream", stream.mark(false).and_then(|m| m.wait(Duration::from_secs(10))).map_err(|e| e.to_string()));
+    note(
+        "stream",
+        stream.mark(false).and_then(|m| m.wait(Duration::from_secs(10))).map_err(|e| e.to_string()),
+    );
     let state = channel.check();
     note("channel", state.map_err(|e| e.to_string()));
     // Puts into what was the dead process's memory, still mapped here.

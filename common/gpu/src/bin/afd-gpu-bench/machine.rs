@@ -21,7 +21,12 @@ pub(crate) fn run(device: &Device) -> Result<String> {
     let mut text = String::new();
     let (major, minor) = device.arch();
     let count = Device::count()?;
-    writeln!(text, "{count} x {}, {} multiprocessors, compute {major}.{minor}", device.name()?, device.num_multiprocessors())?;
+    writeln!(
+        text,
+        "{count} x {}, {} multiprocessors, compute {major}.{minor}",
+        device.name()?,
+        device.num_multiprocessors()
+    )?;
     match nccl::version() {
         Ok(version) => writeln!(text, "NCCL {version}")?,
         Err(e) => writeln!(text, "NCCL: {e}")?,

@@ -21,7 +21,8 @@ mod timing;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | moe | mla | contract | hops | loss)...";
+const USAGE: &str =
+    "afd-gpu-bench [--out DIR] (machine | rows | moe | mla | contract | hops | loss | tune | profile)...";
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1).peekable();
@@ -50,7 +51,9 @@ fn main() -> ExitCode {
     for section in sections {
         let begin = Instant::now();
         eprintln!("== {section}");
-        match run(&section) {
+        // A mistake in one section must not cost the others their turn on a borrowed machine.
+        let outcome = std::panic::catch_unwind(|| run(&section)).unwrap_or_else(|_| Err("panicked".into()));
+        match outcome {
             Ok(part) => {
                 let _ = writeln!(text, "{part}");
             }
@@ -78,6 +81,8 @@ fn run(section: &str) -> Result<String> {
         "rows" => rows::run(&device),
         "moe" => moe::run(&device),
         "mla" => mla::run(&device),
+        "profile" => moe::profile(&device).and_then(|_| mla::profile(&device)),
+        "tune" => Ok(mla::tune(&device)? + &moe::tune(&device)?),
         "contract" => contract::run(&device),
         "hops" => hops::run(&device),
         "loss" => loss::run(),

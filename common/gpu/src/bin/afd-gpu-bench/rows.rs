@@ -19,7 +19,8 @@ pub(crate) fn run(device: &Device) -> Result<String> {
     let mut table = Table::new("row-wise kernels, us in a graph of 64", &["kernel", "rows", "us", "error"]);
     for rows in [1, 64, 128] {
         let region = |bytes| Region::alloc(device, bytes);
-        let (delta, residual, out) = (region(rows * HIDDEN * 2)?, region(rows * HIDDEN * 2)?, region(rows * HIDDEN * 2)?);
+        let (delta, residual, out) =
+            (region(rows * HIDDEN * 2)?, region(rows * HIDDEN * 2)?, region(rows * HIDDEN * 2)?);
         let weight = region(HIDDEN * 2)?;
         random.fill(&stream, &delta, 11, 1.0)?;
         random.fill(&stream, &residual, 12, 1.0)?;

@@ -24,7 +24,8 @@ impl std::fmt::Display for Table {
             .map(|c| self.rows.iter().filter_map(|r| r.get(c)).map(String::len).max().unwrap_or(0))
             .collect();
         for row in &self.rows {
-            let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+            let cells: Vec<String> =
+                row.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
             writeln!(f, "  {}", cells.join("  "))?;
         }
         Ok(())

@@ -1,5 +1,5 @@
 //! Times of replayed graphs.
-use afd_gpu::{Graph, GpuError, Stream};
+use afd_gpu::{GpuError, Graph, Stream};
 
 use crate::Result;
 
