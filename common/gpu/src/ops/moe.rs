@@ -160,7 +160,7 @@ impl Moe {
             threads_up: plan.up.threads(plan.row_tiles),
             threads_down: plan.down.threads(plan.row_tiles),
             logits: Region::alloc(device, max_rows * shape.num_experts * 4)?,
-            routing: Region::zeroed(device, (routing_ints + 1) / 2 * 8 + TRACE_BYTES)?,
+            routing: Region::zeroed(device, routing_ints.div_ceil(2) * 8 + TRACE_BYTES)?,
             weights: Region::alloc(device, max_rows * shape.top_k * 4)?,
             ticket: Region::zeroed(device, 4)?,
             hidden: Region::alloc(device, max_rows * choices * shape.intermediate * 2)?,
