@@ -48,7 +48,7 @@ async fn attention_may_start_first_and_says_for_whom_it_waits() -> anyhow::Resul
     let spec = DeploymentSpec::new(model, Ffn::Remote { shards: 1, replicas: 1 });
     let mut words =
         args(&["serve", "--model", &spec.model.display().to_string(), "--listen", &free.to_string()]);
-    words.extend(spec.ffn_args);
+    words.extend(args(&["--dtype", "float32", "--threads", "1"]));
     let _ffn = Process::start("ffn-svc", "F0", &words, folder.path())?;
     while client.get(format!("http://{address}/health")).send().await?.status() != 200 {
         ensure!(Instant::now() < deadline, "it is not ready with an FFN:\n{}", waiting.log());

@@ -37,6 +37,8 @@ pub struct DeploymentSpec {
     pub attention_ranks: u32,
     /// Where the FFN runs.
     pub ffn: Ffn,
+    /// Compute dtype of both sides.
+    pub dtype: String,
     /// More options for every attention rank.
     pub attention_args: Vec<String>,
     /// More options for every FFN rank.
@@ -46,8 +48,14 @@ pub struct DeploymentSpec {
 impl DeploymentSpec {
     /// One attention rank, in fp32, one compute thread per process.
     pub fn new(model: PathBuf, ffn: Ffn) -> Self {
-        let common = ["--dtype", "float32", "--threads", "1", "--log-level", "info"].map(str::to_owned);
-        Self { model, attention_ranks: 1, ffn, attention_args: common.to_vec(), ffn_args: common.to_vec() }
+        let dtype = "float32".to_owned();
+        Self { model, attention_ranks: 1, ffn, dtype, attention_args: Vec::new(), ffn_args: Vec::new() }
+    }
+
+    /// Computing in another dtype, on both sides.
+    pub fn dtype(mut self, dtype: &str) -> Self {
+        dtype.clone_into(&mut self.dtype);
+        self
     }
 
     /// With this many attention ranks.
@@ -134,6 +142,7 @@ impl Deployment {
         args.extend(["--listen".to_owned(), listen.to_owned()]);
         args.extend(["--shard".to_owned(), format!("{}/{shards}", rank / replicas)]);
         args.extend(["--rank".to_owned(), rank.to_string()]);
+        args.extend(self.compute_args());
         args.extend(self.spec.ffn_args.iter().cloned());
         Process::start("ffn-svc", &format!("F{rank}"), &args, self.folder.path())
     }
@@ -150,8 +159,13 @@ impl Deployment {
             ["--listen", "127.0.0.1:0", "--served-model-name", "test", "--ffn", &ffn].map(str::to_owned),
         );
         args.extend(["--rank".to_owned(), rank.to_string()]);
+        args.extend(self.compute_args());
         args.extend(self.spec.attention_args.iter().cloned());
         Process::start("attention-svc", &format!("A{rank}"), &args, self.folder.path())
+    }
+
+    fn compute_args(&self) -> [String; 4] {
+        ["--dtype", &self.spec.dtype, "--threads", "1"].map(str::to_owned)
     }
 
     /// Waits until an attention rank says that it is ready.
