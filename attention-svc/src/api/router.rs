@@ -29,6 +29,8 @@ pub fn router(
         .route("/health", get(ready))
         .route("/ready", get(ready))
         .route("/live", get(live))
+        .route("/v2/health/ready", get(ready))
+        .route("/v2/health/live", get(live))
         .route("/version", get(version))
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(Arc::clone(&api))

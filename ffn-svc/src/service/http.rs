@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::Health;
 
-/// `/health` and `/ready`, `/live`, `/version`; under `/v1/` the sentence that says whom to ask.
+/// `/health` and `/ready`, `/live`, the same under KServe's names, `/version`; under `/v1/` the sentence that says whom to ask.
 pub(super) fn routes(health: Health, wrong_role: String) -> Router {
     let refuse = move || {
         let error = json!({"message": wrong_role, "type": "invalid_request_error", "code": "wrong_role"});
@@ -19,6 +19,8 @@ pub(super) fn routes(health: Health, wrong_role: String) -> Router {
         .route("/health", get(ready))
         .route("/ready", get(ready))
         .route("/live", get(live))
+        .route("/v2/health/ready", get(ready))
+        .route("/v2/health/live", get(live))
         .with_state(health)
         .route("/version", get(version))
         .route("/v1/{*rest}", axum::routing::any(refuse))

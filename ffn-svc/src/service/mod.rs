@@ -35,6 +35,10 @@ pub fn router(
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(afd_common::proto::DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            // The descriptors describe both roles; what is refused here is not listed.
+            .with_service_name("afd.v1.FfnControlService")
+            .with_service_name("afd.v1.LayerStageService")
+            .with_service_name("grpc.health.v1.Health")
     };
     let control = FfnControlServiceServer::new(Control::new(Arc::clone(sessions)))
         .max_decoding_message_size(control::MAX_MESSAGE_BYTES);
