@@ -4,19 +4,25 @@
 DEMO=$DEPS/demo
 STARTED=() # names, in the order of their start
 STOP_DEADLINE_S=15
+exec {MESSAGES}>&2 # standard error as it was, for stop_all wherever it interrupts
 
 now_ms() { echo $((${EPOCHREALTIME/[.,]/} / 1000)); }
 
+clear_traces() {
+    mkdir -p "$DEMO"
+    rm -f "$DEMO"/*.log "$DEMO"/*.pid "$DEMO"/*.address
+}
+
 # start NAME COMMAND...: in a session of its own, so that a Ctrl-C reaches the demo alone, which then stops all in order.
+# A NAME that was started before goes on in its log.
 start() {
     local name=$1
     shift
-    mkdir -p "$DEMO"
-    rm -f "$DEMO/$name".*
-    setsid "$@" --address-file "$DEMO/$name.address" >"$DEMO/$name.log" 2>&1 </dev/null &
+    if ((${#STARTED[@]} == 0)); then START_MS=$(now_ms); fi
+    rm -f "$DEMO/$name.address"
+    setsid "$@" --address-file "$DEMO/$name.address" >>"$DEMO/$name.log" 2>&1 </dev/null {MESSAGES}>&- &
     echo $! >"$DEMO/$name.pid"
-    STARTED+=("$name")
-    if ((${#STARTED[@]} == 1)); then START_MS=$(now_ms); fi
+    if [[ " ${STARTED[*]-} " != *" $name "* ]]; then STARTED+=("$name"); fi
 }
 
 pid_of() { cat "$DEMO/$1.pid"; }
@@ -62,7 +68,18 @@ wait_until_ready() {
     done_with "ready $(($(now_ms) - START_MS)) ms after the first start"
 }
 
-describe() { say "$(printf '%-3s %-32s %-18s pid %s' "$1" "$2" "$ADDRESS" "$(pid_of "$1")")"; }
+# while_runs PID COMMAND...: runs the command again and again, and ends with the exit code of the process.
+while_runs() {
+    local pid=$1
+    shift
+    while kill -0 "$pid"; do
+        "$@"
+        sleep 0.02
+    done 2>/dev/null # bash itself would tell of every child that was killed, in the middle of the text
+    wait "$pid"
+}
+
+describe() { say "$(printf '%-3s %-40s %-18s pid %s' "$1" "$2" "$ADDRESS" "$(pid_of "$1")")"; }
 
 port_is_free() {
     python3 - "$1" <<'PYTHON'
@@ -93,14 +110,31 @@ stop() {
     rm -f "$DEMO/$1.pid"
 }
 
+# ended_well NAME PID: with 0, or by the signal itself before it listened.
+ended_well() {
+    local code=0
+    wait "$2" || code=$?
+    ((code == 0)) || { ((code == 143)) && [[ ! -s $DEMO/$1.address ]]; }
+}
+
+# stop_client: of a demo that ends early; what it wrote is on the terminal already.
+stop_client() {
+    if [[ -n ${CLIENT:-} ]] && kill -TERM "$CLIENT" 2>/dev/null; then
+        wait "$CLIENT" 2>/dev/null || true
+    fi
+}
+
 # In reverse: attention first, so that nobody misses an FFN. The exit code of the demo becomes 1 if one ended badly.
 stop_all() {
     local code=$? index name pid
     trap - EXIT
+    exec 2>&"$MESSAGES"
+    trap '' INT TERM # whoever is impatient gets no half-stopped demo: every wait below has its deadline
+    stop_client
     if ((${#STARTED[@]} > 0)); then heading "stop"; fi
     for ((index = ${#STARTED[@]} - 1; index >= 0; index--)); do
         name=${STARTED[index]} pid=$(pid_of "${STARTED[index]}")
-        if stop "$name" && wait "$pid"; then
+        if stop "$name" && ended_well "$name" "$pid"; then
             done_with "$name ended"
         else
             warn "$name ended badly: see .deps/demo/$name.log"
@@ -125,8 +159,11 @@ refuse_if_kept_runs() {
 }
 
 stop_kept() {
-    local name
-    for name in $(kept); do
-        if stop "$name"; then done_with "$name ended"; fi
+    local name names code=0
+    names=$(kept)
+    if [[ -z $names ]]; then say "nothing is running"; fi
+    for name in $names; do
+        if stop "$name"; then done_with "$name ended"; else code=1; fi
     done
+    return $code
 }
