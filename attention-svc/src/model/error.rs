@@ -23,6 +23,12 @@ pub enum ModelError {
         /// Expected and found.
         what: String,
     },
+    /// There is no memory for the cache.
+    #[error("allocating the KV cache (--kv-cache-memory): {source}")]
+    CacheMemory {
+        /// The system's words.
+        source: afd_ffi::FfiError,
+    },
     /// The cache was made for another model.
     #[error("{layer}: the KV cache has no such layer, or is another attention's")]
     Cache {

@@ -1,9 +1,9 @@
 //! The tensors of the paged KV cache, one set per layer. Which block belongs to whom is the block pool's business.
 use afd_common::config::model::{AttentionConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use super::error::{ModelError, outside_layers};
+use super::error::ModelError;
 
 /// Keys and values of every cached token.
 pub struct KvCache {
@@ -47,10 +47,8 @@ impl KvCache {
     ) -> Result<Self, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let shape = [&[num_blocks as i64, block_size as i64], &shapes(config).1[..]].concat();
-        let zeros = || {
-            Tensor::f_zeros(&shape[..], (kind, Device::Cpu))
-                .map_err(outside_layers("allocating the KV cache"))
-        };
+        let zeros =
+            || afd_ffi::zeroed_for_life(&shape, kind).map_err(|source| ModelError::CacheMemory { source });
         let layers = config
             .layers
             .iter()

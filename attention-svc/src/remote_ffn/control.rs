@@ -10,8 +10,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, Shard};
+use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
-use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, attach, inline};
+use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, inline};
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
@@ -323,6 +324,7 @@ fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result<Shard, Ses
     }
 }
 
+/// The best link that both sides offer and that works between them: shared memory needs more than an offer.
 async fn open_link(
     client: &mut FfnControlServiceClient<Channel>,
     channel: Channel,
@@ -331,60 +333,72 @@ async fn open_link(
     joined: &v1::JoinResponse,
     shared: &Shared,
 ) -> Result<Box<dyn HopLink>, SessionError> {
+    let wanted = shared.settings.link_kinds.iter().copied();
+    let mut common = wanted.filter(|kind| joined.link_kinds.contains(&wire_kind(*kind).into())).peekable();
+    while let Some(kind) = common.next() {
+        let (ticket, limits) = grant(client, kind, peer, joined, shared).await?;
+        match attach(kind, channel.clone(), address, ticket, limits, shared).await {
+            Err(AttachError::NotShared { peer, what }) if common.peek().is_some() => {
+                tracing::info!(
+                    peer,
+                    what,
+                    "no memory is shared with this FFN rank: trying the next kind of link"
+                );
+            }
+            attached => return attached.map_err(|error| SessionError::broken("attach", error)),
+        }
+    }
+    Err(SessionError::Refused("join: no link kind in common (--link)".into()))
+}
+
+/// Registers a link of one kind: the right to attach to it, and what both ends hold to.
+async fn grant(
+    client: &mut FfnControlServiceClient<Channel>,
+    kind: LinkKind,
+    peer: &str,
+    joined: &v1::JoinResponse,
+    shared: &Shared,
+) -> Result<(Ticket, Limits), SessionError> {
     let settings = &shared.settings;
-    let kind = settings
-        .link_kinds
-        .iter()
-        .copied()
-        .find(|kind| joined.link_kinds.contains(&wire_kind(*kind).into()))
-        .ok_or_else(|| SessionError::Refused("join: no link kind in common (--link)".into()))?;
-    let request = v1::OpenLinksRequest {
-        session_id: joined.session_id.clone(),
-        links: vec![v1::LinkRequest {
-            kind: wire_kind(kind).into(),
-            credits: settings.max_stages,
-            max_rows: settings.max_tokens_per_stage,
-        }],
+    let link = v1::LinkRequest {
+        kind: wire_kind(kind).into(),
+        credits: settings.max_stages,
+        max_rows: settings.max_tokens_per_stage,
     };
+    let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
     let opened = within(settings.phase_timeout, "open links", client.open_links(request)).await?.into_inner();
-    let grant = opened
-        .links
-        .first()
-        .ok_or_else(|| SessionError::Refused("open links: the answer has no link".into()))?;
-    let secret = Secret::from_slice(&grant.secret).ok_or_else(|| {
-        SessionError::Refused(format!("open links: a secret of {} bytes", grant.secret.len()))
-    })?;
-    let ticket = Ticket { link_id: LinkId(grant.link_id), secret };
+    let refused = |what: String| SessionError::Refused(format!("open links: {what}"));
+    let grant = opened.links.first().ok_or_else(|| refused("the answer has no link".into()))?;
+    let secret = Secret::from_slice(&grant.secret)
+        .ok_or_else(|| refused(format!("a secret of {} bytes", grant.secret.len())))?;
+    let max_body_bytes = Limits::body_bytes(grant.max_rows, settings.max_row_bytes)
+        .ok_or_else(|| refused(format!("{} rows do not fit a frame", grant.max_rows)))?;
     let limits = Limits {
         kind,
         peer: peer.to_owned(),
         epoch: Epoch(grant.epoch),
         credits: grant.credits,
         max_rows: grant.max_rows,
-        max_body_bytes: Limits::body_bytes(grant.max_rows, settings.max_row_bytes).ok_or_else(|| {
-            SessionError::Refused(format!("open links: {} rows do not fit a frame", grant.max_rows))
-        })?,
+        max_body_bytes,
     };
-    let (bell, timeout) = (shared.bell.clone(), settings.phase_timeout);
-    match kind {
-        LinkKind::Tcp | LinkKind::Shm => {
-            let attached =
-                tokio::task::spawn_blocking(move || attach::dial(address, &ticket, limits, bell, timeout))
-                    .await;
-            attached
-                .map_err(|error| SessionError::broken("attach", error))?
-                .map_err(|error| SessionError::broken("attach", error))
-        }
-        LinkKind::Inline => {
-            let link = inline::dial(channel, &ticket, limits, bell, timeout)
-                .await
-                .map_err(|error| SessionError::broken("attach", error))?;
-            Ok(Box::new(link))
-        }
-        LinkKind::Loopback => {
-            Err(SessionError::Refused(format!("open links: {kind} is not a link between these processes")))
-        }
+    Ok((Ticket { link_id: LinkId(grant.link_id), secret }, limits))
+}
+
+async fn attach(
+    kind: LinkKind,
+    channel: Channel,
+    address: SocketAddr,
+    ticket: Ticket,
+    limits: Limits,
+    shared: &Shared,
+) -> Result<Box<dyn HopLink>, AttachError> {
+    let (bell, timeout, peer) = (shared.bell.clone(), shared.settings.phase_timeout, limits.peer.clone());
+    if kind == LinkKind::Inline {
+        return Ok(Box::new(inline::dial(channel, &ticket, limits, bell, timeout).await?));
     }
+    let dial = move || attach::dial(address, &ticket, limits, bell, timeout);
+    let attached = tokio::task::spawn_blocking(dial).await;
+    attached.unwrap_or_else(|error| Err(AttachError::Transport { peer, what: error.to_string() }))
 }
 
 /// The protocol's name of a link kind.

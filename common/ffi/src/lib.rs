@@ -14,9 +14,11 @@ mod mapped;
 pub mod memory;
 pub mod process;
 pub mod shm;
+mod zeroed;
 
 pub use crew::Crew;
 pub use mapped::MappedFile;
+pub use zeroed::zeroed_for_life;
 
 /// Why foreign memory cannot be used as asked.
 #[derive(Debug, thiserror::Error)]

@@ -38,12 +38,13 @@ impl StageSpec {
         if self.shard.count() > 1 { RowType::F32 } else { self.activations }
     }
 
-    /// Most bytes of a row on its way in or out, side tensors included.
+    /// Most bytes of a row on its way in or out, side tensors included: what links are sized by. Both ends must come to the
+    /// same number, and attention does not know the number of shards when it does: partial sums count as f32.
     pub fn max_row_bytes(&self) -> usize {
         let side =
             self.layers.iter().map(|layer| layer.side.bytes_per_row(layer.side_columns as usize)).max();
         let row_in = self.hidden_size * self.activations.bytes() + side.unwrap_or(0);
-        row_in.max(self.hidden_size * self.combine().bytes())
+        row_in.max(self.hidden_size * RowType::F32.bytes())
     }
 }
 

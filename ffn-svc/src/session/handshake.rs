@@ -186,8 +186,13 @@ fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> R
     let names = ["model.architecture", "model.hidden_size", "model.num_layers"];
     for ((field, theirs), ours) in names.into_iter().zip(shape(caller)).zip(shape(own)) {
         if theirs != ours {
-            let with_hash = |value, model: &v1::ModelIdentity| format!("{value} (fingerprint {})", model.fingerprint);
-            return Err(Refusal::Differs { field, caller: with_hash(theirs, caller), own: with_hash(ours, own) });
+            let with_hash =
+                |value, model: &v1::ModelIdentity| format!("{value} (fingerprint {})", model.fingerprint);
+            return Err(Refusal::Differs {
+                field,
+                caller: with_hash(theirs, caller),
+                own: with_hash(ours, own),
+            });
         }
     }
     equal("model.fingerprint", caller.fingerprint.as_str(), own.fingerprint.as_str())?;

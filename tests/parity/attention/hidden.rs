@@ -1,8 +1,9 @@
 //! Hidden states on both sides of every attention / FFN split, given the reference's residual stream.
-use afd_common::config::model::FfnConfig;
+use afd_common::config::model::{FfnConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
+use afd_common::weights::Weights;
 use afd_tests::fixtures::{self, ALL};
-use attention_svc::model::{KvCache, Reach};
+use attention_svc::model::{AttentionModel, KvCache, Reach};
 use tch::{Kind, Tensor};
 
 use crate::stage::{Blocks, Sequence, stage};
@@ -44,6 +45,38 @@ fn every_layer_s_hidden_states_are_the_reference_s() {
             let picked = model.logits(&before, &[rows - 1, 2]).unwrap();
             assert_eq!(picked.size()[0], 2);
             assert!(distance(&picked.get(1), &golden("logits").get(2)) <= 3e-4);
+        }
+    }
+}
+
+#[test]
+fn in_bf16_every_layer_stays_within_its_rounding() {
+    for name in ALL {
+        let golden = golden(name);
+        let folder = fixtures::checkpoint(name);
+        let config = ModelConfig::load(&folder).unwrap();
+        let weights = Weights::open(&folder, &config, Kind::BFloat16).unwrap();
+        let model = AttentionModel::load(&config, &weights, config.max_position_embeddings).unwrap();
+        for reach in [Reach::Direct, Reach::Gathered] {
+            let mut kv = KvCache::new(&config, 16, 4, Kind::BFloat16).unwrap();
+            let mut sequence = Sequence::new(&short_prompt(name));
+            let rows = sequence.ids.len();
+            let batch = stage(&mut Blocks::new(16, 4), &mut [(&mut sequence, rows)]);
+            let stage = model.prepare_with(&batch, reach).unwrap();
+            for i in 0..config.layers.len() {
+                let before = if i == 0 { golden("embed") } else { golden(&format!("layers.{}.out", i - 1)) };
+                let attended = model
+                    .attend(LayerIdx(i as u16), before.to_kind(Kind::BFloat16), &stage, &mut kv)
+                    .unwrap();
+                for (what, found) in [("post_attn", &attended.residual), ("ffn_in", &attended.ffn_in)] {
+                    assert_eq!(found.kind(), Kind::BFloat16);
+                    let expected = golden(&format!("layers.{i}.{what}"));
+                    // A dozen roundings to 8 bits, of numbers as large as the largest.
+                    let bound = 0.02 * expected.abs().max().double_value(&[]);
+                    let off = distance(&found.to_kind(Kind::Float), &expected);
+                    assert!(off <= bound, "{name}, {reach:?}, layer {i} {what}: off by {off}, bound {bound}");
+                }
+            }
         }
     }
 }

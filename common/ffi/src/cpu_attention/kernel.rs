@@ -4,6 +4,7 @@
 //! Tokens go by in tiles. For a tile, scores of a few heads and tokens at a time are kept in registers, then the
 //! weights are applied to the values the same way, so that each key and value is loaded once per four heads.
 #![allow(clippy::needless_range_loop)] // Indices of register tiles are the maths here, as on paper.
+#![allow(clippy::too_many_arguments)] // The terms of one equation; they are all inlined.
 use super::simd::{Element, Isa, Portable, Simd};
 
 /// Tokens whose scores are held at once.
@@ -123,57 +124,111 @@ unsafe fn attend_with<S: Simd, E: Element>(
     tokens: std::ops::Range<usize>,
     state: &mut RowState,
 ) {
-    let mut key_of = [keys; TILE];
-    let mut value_of = [values; TILE];
-    let mut from = tokens.start;
-    while from < tokens.end {
-        let count = TILE.min(tokens.end - from);
-        for t in 0..count {
+    let mut now = Addresses { keys: [keys; TILE], values: [values; TILE], count: 0 };
+    let mut next = now;
+    let fill = |to: &mut Addresses<E>, from: usize| {
+        to.count = TILE.min(tokens.end.saturating_sub(from));
+        for t in 0..to.count {
             let token = from + t;
             let slot = table[token / dims.block_size] as usize * dims.block_size + token % dims.block_size;
             // SAFETY: the block is in the cache, says the caller.
             unsafe {
-                key_of[t] = keys.add(slot * dims.key_stride);
-                value_of[t] = values.add(slot * dims.value_stride);
+                to.keys[t] = keys.add(slot * dims.key_stride);
+                to.values[t] = values.add(slot * dims.value_stride);
             }
         }
+    };
+    fill(&mut now, tokens.start);
+    let mut from = tokens.start;
+    while now.count > 0 {
+        from += now.count;
+        fill(&mut next, from);
         for kv_head in 0..dims.num_kv_heads {
-            // SAFETY: the first `count` pointers are the tile's tokens; heads lie one after the other within a token.
-            unsafe { tile::<S, E>(dims, kv_head, &key_of[..count], &value_of[..count], state) };
+            // What will be read after this head of this tile.
+            let ahead = match kv_head + 1 < dims.num_kv_heads {
+                true => (&now.keys[..now.count], (kv_head + 1) * dims.key_dim),
+                false => (&next.keys[..next.count], 0),
+            };
+            // SAFETY: the addresses are the tile's tokens; heads lie one after the other within a token.
+            unsafe { tile::<S, E>(dims, kv_head, &now, ahead, state) };
         }
-        from += count;
+        std::mem::swap(&mut now, &mut next);
+    }
+}
+
+/// Where the tokens of a tile begin, for the first `count` of them.
+#[derive(Clone, Copy)]
+struct Addresses<E> {
+    keys: [*const E; TILE],
+    values: [*const E; TILE],
+    count: usize,
+}
+
+/// Rows to fetch while others are computed: cores wait for memory, not for arithmetic, when contexts are long.
+#[derive(Clone, Copy)]
+struct Ahead<'a, E> {
+    rows: &'a [*const E],
+    offset: usize,
+    /// Which of them; the others have their turn with other heads.
+    first: usize,
+    count: usize,
+}
+
+impl<E: Element> Ahead<'_, E> {
+    /// Part `part` of `parts` of the rows.
+    fn part(rows: &[*const E], offset: usize, part: usize, parts: usize) -> Ahead<'_, E> {
+        let first = rows.len() * part / parts;
+        Ahead { rows, offset, first, count: rows.len() * (part + 1) / parts - first }
+    }
+
+    /// Asks for `len` elements of row `t`, from `d` on, if it is its turn.
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, t: usize, d: usize, len: usize) {
+        if t.wrapping_sub(self.first) < self.count {
+            for i in (0..len).step_by(64 / size_of::<E>()) {
+                S::prefetch(self.rows[t].wrapping_add(self.offset + d + i));
+            }
+        }
     }
 }
 
 /// One tile of tokens for the query heads of one key/value head.
 ///
 /// # Safety
-/// As for [`attend_with`]; the pointers are the tokens' first heads.
+/// As for [`attend_with`]; the addresses are those of tokens of the cache.
 #[inline(always)]
 unsafe fn tile<S: Simd, E: Element>(
     dims: &Dims,
     kv_head: usize,
-    key_of: &[*const E],
-    value_of: &[*const E],
+    now: &Addresses<E>,
+    ahead: (&[*const E], usize),
     state: &mut RowState,
 ) {
-    let (group, count) = (dims.group, key_of.len());
+    let (group, count) = (dims.group, now.count);
+    let (key_of, value_of) = (&now.keys[..count], &now.values[..count]);
     let first = kv_head * group;
     let queries = state.queries[first * dims.key_dim..][..group * dims.key_dim].as_ptr();
     let acc = state.acc[first * dims.value_dim..][..group * dims.value_dim].as_mut_ptr();
     let scores = state.scores[..group * TILE].as_mut_ptr();
 
+    // Values that are part of the keys come with them.
+    let values_ahead = match std::ptr::eq(key_of[0], value_of[0]) {
+        true => &[],
+        false => value_of,
+    };
+    let parts = group.div_ceil(HEADS);
     let mut h = 0;
     while h < group {
         // SAFETY: heads h.. of this group have `key_dim` queries and TILE scores each.
         unsafe {
             let (q, s) = (queries.add(h * dims.key_dim), scores.add(h * TILE));
             let offset = kv_head * dims.key_dim;
+            let ahead = Ahead::part(values_ahead, kv_head * dims.value_dim, h / HEADS, parts);
             match (group - h).min(HEADS) {
-                1 => score_all::<S, E, 1, 4>(q, dims.key_dim, key_of, offset, s),
-                2 => score_all::<S, E, 2, 4>(q, dims.key_dim, key_of, offset, s),
-                3 => score_all::<S, E, 3, 4>(q, dims.key_dim, key_of, offset, s),
-                _ => score_all::<S, E, 4, 2>(q, dims.key_dim, key_of, offset, s),
+                1 => score_all::<S, E, 1, 4>(q, dims, key_of, offset, ahead, s),
+                2 => score_all::<S, E, 2, 4>(q, dims, key_of, offset, ahead, s),
+                3 => score_all::<S, E, 3, 4>(q, dims, key_of, offset, ahead, s),
+                _ => score_all::<S, E, 4, 2>(q, dims, key_of, offset, ahead, s),
             }
         }
         h += HEADS;
@@ -196,11 +251,12 @@ unsafe fn tile<S: Simd, E: Element>(
         unsafe {
             let (p, a) = (scores.add(h * TILE), acc.add(h * dims.value_dim));
             let offset = kv_head * dims.value_dim;
+            let ahead = Ahead::part(ahead.0, ahead.1, h / HEADS, parts);
             match heads {
-                1 => weigh_all::<S, E, 1>(p, &keep, value_of, offset, dims.value_dim, a),
-                2 => weigh_all::<S, E, 2>(p, &keep, value_of, offset, dims.value_dim, a),
-                3 => weigh_all::<S, E, 3>(p, &keep, value_of, offset, dims.value_dim, a),
-                _ => weigh_all::<S, E, 4>(p, &keep, value_of, offset, dims.value_dim, a),
+                1 => weigh_all::<S, E, 1>(p, &keep, value_of, offset, ahead, dims.value_dim, a),
+                2 => weigh_all::<S, E, 2>(p, &keep, value_of, offset, ahead, dims.value_dim, a),
+                3 => weigh_all::<S, E, 3>(p, &keep, value_of, offset, ahead, dims.value_dim, a),
+                _ => weigh_all::<S, E, 4>(p, &keep, value_of, offset, ahead, dims.value_dim, a),
             }
         }
         h += HEADS;
@@ -210,17 +266,22 @@ unsafe fn tile<S: Simd, E: Element>(
 /// `scores[h][t] = queries[h] · keys[t]` for `H` heads and all tokens, `T` tokens at a time.
 ///
 /// # Safety
-/// `queries` has `H` rows of `dim`, `scores` `H` rows of `TILE`, every key `dim` elements from `offset` on.
+/// `queries` has `H` rows of `key_dim`, `scores` `H` rows of `TILE`, every key `key_dim` elements from `offset` on.
 #[inline(always)]
 unsafe fn score_all<S: Simd, E: Element, const H: usize, const T: usize>(
     queries: *const f32,
-    dim: usize,
+    dims: &Dims,
     key_of: &[*const E],
     offset: usize,
+    ahead: Ahead<'_, E>,
     scores: *mut f32,
 ) {
+    let dim = dims.key_dim;
     let mut t = 0;
     while t + T <= key_of.len() {
+        for i in 0..T {
+            ahead.fetch::<S>(t + i, 0, dims.value_dim);
+        }
         // SAFETY: the tokens t..t + T exist, and so do their scores; the rest is the caller's promise.
         unsafe { score::<S, E, H, T>(queries, dim, &key_of[t..], offset, scores.add(t)) };
         t += T;
@@ -283,6 +344,7 @@ unsafe fn weigh_all<S: Simd, E: Element, const H: usize>(
     keep: &[f32; HEADS],
     value_of: &[*const E],
     offset: usize,
+    ahead: Ahead<'_, E>,
     dim: usize,
     acc: *mut f32,
 ) {
@@ -291,16 +353,16 @@ unsafe fn weigh_all<S: Simd, E: Element, const H: usize>(
         let mut d = 0;
         if H <= 2 {
             while d + 4 * S::LANES <= dim {
-                weigh::<S, E, H, 4>(weights, keep, value_of, offset + d, dim, acc.add(d));
+                weigh::<S, E, H, 4>(weights, keep, value_of, offset, d, ahead, dim, acc);
                 d += 4 * S::LANES;
             }
         }
         while d + 2 * S::LANES <= dim {
-            weigh::<S, E, H, 2>(weights, keep, value_of, offset + d, dim, acc.add(d));
+            weigh::<S, E, H, 2>(weights, keep, value_of, offset, d, ahead, dim, acc);
             d += 2 * S::LANES;
         }
         while d + S::LANES <= dim {
-            weigh::<S, E, H, 1>(weights, keep, value_of, offset + d, dim, acc.add(d));
+            weigh::<S, E, H, 1>(weights, keep, value_of, offset, d, ahead, dim, acc);
             d += S::LANES;
         }
         while d < dim {
@@ -316,21 +378,24 @@ unsafe fn weigh_all<S: Simd, E: Element, const H: usize>(
     }
 }
 
-/// `C` vectors of [`weigh_all`].
+/// `C` vectors of [`weigh_all`], from element `d` on.
 ///
 /// # Safety
-/// As for [`weigh_all`]; `C` vectors from `offset` and `acc` on exist.
+/// As for [`weigh_all`]; `d` and `C` vectors are within `dim`.
 #[inline(always)]
 unsafe fn weigh<S: Simd, E: Element, const H: usize, const C: usize>(
     weights: *const f32,
     keep: &[f32; HEADS],
     value_of: &[*const E],
     offset: usize,
+    d: usize,
+    ahead: Ahead<'_, E>,
     dim: usize,
     acc: *mut f32,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        let (offset, acc) = (offset + d, acc.add(d));
         let mut sum = [[S::splat(0.0); C]; H];
         for h in 0..H {
             for c in 0..C {
@@ -338,6 +403,7 @@ unsafe fn weigh<S: Simd, E: Element, const H: usize, const C: usize>(
             }
         }
         for (t, value) in value_of.iter().enumerate() {
+            ahead.fetch::<S>(t, d, C * S::LANES);
             let mut v = [S::splat(0.0); C];
             for c in 0..C {
                 v[c] = E::load::<S>(value.add(offset + c * S::LANES));

@@ -15,8 +15,8 @@ pub(crate) mod simd;
 use kernel::{Dims, RowState};
 use simd::{Bf16, Element, Isa};
 
-/// Multiply-adds below which another thread costs more than it takes over: about 0.1 ms of work.
-const MIN_WORK_PER_THREAD: usize = 4 << 20;
+/// Multiply-adds below which another thread costs more than it takes over: 0.1 ms of work, or more.
+const MIN_WORK_PER_THREAD: usize = 2 << 20;
 
 /// One layer of a paged cache.
 #[derive(Clone, Copy)]

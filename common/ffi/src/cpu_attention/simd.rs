@@ -45,6 +45,8 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// See [`splat`](Self::splat).
     unsafe fn sum(x: Self::Vector) -> f32;
+    /// Asks for the cache line of an address; any address is legal.
+    fn prefetch<T>(_address: *const T) {}
 }
 
 /// An element of the KV cache.
@@ -185,6 +187,11 @@ mod x86 {
             unsafe { _mm256_storeu_ps(to, x) }
         }
         #[inline(always)]
+        fn prefetch<T>(address: *const T) {
+            // A hint that never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        }
+        #[inline(always)]
         unsafe fn mul(a: __m256, b: __m256) -> __m256 {
             unsafe { _mm256_mul_ps(a, b) }
         }
@@ -225,6 +232,11 @@ mod x86 {
         #[inline(always)]
         unsafe fn store(to: *mut f32, x: __m512) {
             unsafe { _mm512_storeu_ps(to, x) }
+        }
+        #[inline(always)]
+        fn prefetch<T>(address: *const T) {
+            // A hint that never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
         }
         #[inline(always)]
         unsafe fn mul(a: __m512, b: __m512) -> __m512 {
