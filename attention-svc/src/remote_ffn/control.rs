@@ -255,8 +255,8 @@ fn handle_response(
 ) {
     match response.message {
         Some(v1::steps_response::Message::Heartbeat(beat)) => {
-            if *last_hop != (beat.last_step_id, beat.last_layer) {
-                *last_hop = (beat.last_step_id, beat.last_layer);
+            let begun = (beat.last_step_id, beat.last_layer);
+            if std::mem::replace(last_hop, begun) != begun {
                 progress.handle_moved(shared.started.elapsed().as_micros() as u64);
             }
         }
