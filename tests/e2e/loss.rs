@@ -5,14 +5,15 @@ use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
 use afd_tests::monolith::Monolith;
 use afd_tests::oracle;
+use anyhow::Context;
 use tch::Kind;
 
 const MODEL: &str = "tiny-mixtral";
 const NUM_TOKENS: u32 = 400;
 
 /// Streams a long continuation, lets `mishap` happen after some tokens, and holds the whole text to the oracle.
-/// Returns the longest pause between two tokens.
-async fn goes_on_after<F>(ffn: Ffn, after_tokens: usize, mishap: F) -> anyhow::Result<Duration>
+/// Returns the longest pause between two tokens and how many ranks the attention rank has lost.
+async fn goes_on_after<F>(ffn: Ffn, after_tokens: usize, mishap: F) -> anyhow::Result<(Duration, u64)>
 where
     F: AsyncFnOnce(&mut Deployment) -> anyhow::Result<()>,
 {
@@ -37,7 +38,9 @@ where
     anyhow::ensure!(emitted.len() == NUM_TOKENS as usize, "{} tokens came", emitted.len());
     let reference = Monolith::load(&fixtures::checkpoint(MODEL), Kind::Float)?;
     oracle::judge(&reference, &prompt, &emitted, Kind::Float)?;
-    Ok(pause)
+    let metrics = deployment.client().get(deployment.url(0, "/metrics")).send().await?.text().await?;
+    let losses = metrics.lines().find_map(|line| line.strip_prefix("afd_ffn_losses_total "));
+    Ok((pause, losses.context("no such metric")?.parse()?))
 }
 
 #[tokio::test]
@@ -54,10 +57,11 @@ async fn decode_survives_kill_and_restart_of_the_only_ffn_rank() -> anyhow::Resu
 
 #[tokio::test]
 async fn decode_moves_to_the_replica_when_a_shard_is_killed() -> anyhow::Result<()> {
-    let pause = goes_on_after(Ffn::Remote { shards: 2, replicas: 2 }, 20, async |deployment| {
+    let (pause, losses) = goes_on_after(Ffn::Remote { shards: 2, replicas: 2 }, 20, async |deployment| {
         deployment.ffn[0].kill()
     })
     .await?;
+    anyhow::ensure!(losses == 1, "{losses} ranks were lost: the replica that took over among them?");
     println!("longest pause with a replica: {} ms", pause.as_millis());
     Ok(())
 }

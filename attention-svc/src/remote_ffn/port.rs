@@ -46,7 +46,7 @@ pub struct RemoteFfn {
     events: Receiver<EdgeEvent>,
     edges: Edges,
     hops: Outstanding,
-    plan: Option<v1::StepPlan>,
+    announced: Option<Announced>,
     started: Instant,
     /// Since when some shard has had no rank.
     bereft_since: Option<Instant>,
@@ -65,7 +65,7 @@ impl RemoteFfn {
     ) -> Self {
         let edges = Edges::new(settings.rank);
         let (hops, bereft_since) = (Outstanding::default(), Some(started));
-        Self { settings, bell, events, edges, hops, plan: None, started, bereft_since, stats }
+        Self { settings, bell, events, edges, hops, announced: None, started, bereft_since, stats }
     }
 
     // ---- edges come and go
@@ -131,8 +131,8 @@ impl RemoteFfn {
             }
             match kept.send(edge.link.as_mut(), self.settings.rows, self.settings.hidden_size) {
                 Ok(()) => {
-                    if part.sends > 0 {
-                        pass_on(edge, self.plan.as_ref(), &self.stats);
+                    if let Some(announced) = &mut self.announced {
+                        announced.tell(edge, &self.stats);
                     }
                     let (id, now_us) = (edge.id, self.started.elapsed().as_micros() as u64);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
@@ -233,11 +233,11 @@ impl FfnPort for RemoteFfn {
         if let Some(shard) = self.edges.first_bereft() {
             return Err(self.unavailable(shard));
         }
-        let plan = step_plan(outline);
+        let mut announced = Announced { plan: step_plan(outline), to: Vec::new() };
         for edge in self.edges.iter() {
-            pass_on(edge, Some(&plan), &self.stats);
+            announced.tell(edge, &self.stats);
         }
-        self.plan = Some(plan);
+        self.announced = Some(announced);
         Ok(())
     }
 
@@ -282,7 +282,7 @@ impl FfnPort for RemoteFfn {
 
     fn end_step(&mut self, _step: StepId) {
         self.hops.clear();
-        self.plan = None;
+        self.announced = None;
     }
 
     fn ready(&self) -> bool {
@@ -295,12 +295,24 @@ impl FfnPort for RemoteFfn {
     }
 }
 
-/// Losing a plan costs its deadline and its trace and nothing else: the hop runs without it and is counted.
-fn pass_on(edge: &Edge, plan: Option<&v1::StepPlan>, stats: &FfnStats) {
-    if let (Some(control), Some(plan)) = (&edge.control, plan)
-        && control.plans.try_send(plan.clone()).is_err()
-    {
-        stats.handle_plan_dropped();
+/// A step's plan, and the edges that have heard it: a rank ends the session of who tells it twice.
+struct Announced {
+    plan: v1::StepPlan,
+    to: Vec<EdgeId>,
+}
+
+impl Announced {
+    /// Tells an edge, unless it knows: all at the start of the step, later those that joined since and get a hop.
+    /// Losing a plan costs its deadline and its trace and nothing else: the hop runs without it and is counted.
+    fn tell(&mut self, edge: &Edge, stats: &FfnStats) {
+        let Some(control) = &edge.control else { return };
+        if self.to.contains(&edge.id) {
+            return;
+        }
+        self.to.push(edge.id);
+        if control.plans.try_send(self.plan.clone()).is_err() {
+            stats.handle_plan_dropped();
+        }
     }
 }
 
