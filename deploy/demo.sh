@@ -25,7 +25,8 @@ KILL_PROMPT="Write a short story about a lighthouse keeper."
 PORT=8080
 port_is_default=yes keep=no act=chat prompt='' model_kind='' threads=$(nproc)
 NUM_SHARDS=2 num_replicas=1 dtype=auto
-START_DEADLINE_S=120
+START_DEADLINE_S=120 RESTART_AFTER_MS=1500
+died_at_ms=()
 
 parse_arguments() {
     while (($# > 0)); do
@@ -79,14 +80,27 @@ start_ffn() {
         --listen "$2" --dtype $dtype --threads "$ffn_threads"
 }
 
-# What an orchestrator does with what has died: starts it again where it was.
+# What an orchestrator does with what has died: starts it again where it was. At once where nobody else serves the shard;
+# else a moment later, so that the pause is that of the replica and not of a model that is loaded on the same cores.
 restart_dead_ffn() {
     local rank
     for ((rank = 0; rank < num_ffn; rank++)); do
-        if ! is_running "F$rank"; then
+        if is_running "F$rank"; then
+            died_at_ms[rank]=''
+        elif : "${died_at_ms[rank]:=$(now_ms)}" &&
+            { ! is_shard_served "$rank" || (($(now_ms) - died_at_ms[rank] > RESTART_AFTER_MS)); }; then
             start_ffn "$rank" "${ffn_addresses[rank]}"
         fi
     done
+}
+
+# is_shard_served RANK: by any of its replicas.
+is_shard_served() {
+    local first=$(($1 / num_replicas * num_replicas)) replica
+    for ((replica = first; replica < first + num_replicas; replica++)); do
+        if is_running "F$replica"; then return 0; fi
+    done
+    return 1
 }
 
 start_all() {
@@ -104,7 +118,7 @@ start_all() {
     done
     choose_port
     start A0 "$binaries/attention-svc" serve --model "$model" --ffn "$(IFS=, && echo "${ffn_addresses[*]}")" \
-        --listen "127.0.0.1:$PORT" --dtype $dtype --threads "$attention_threads" --kv-cache-memory 256MiB
+        --listen "127.0.0.1:$PORT" --dtype $dtype --threads "$attention_threads" --kv-cache-memory 512MiB
     wait_for_address A0
     API=http://$ADDRESS
     describe A0 "attention-svc  the API"
@@ -163,6 +177,7 @@ kill_act() {
     CLIENT=$!
     while_runs "$CLIENT" restart_dead_ffn
     CLIENT=''
+    echo
 }
 
 parse_arguments "$@"
@@ -179,7 +194,7 @@ trap 'exit 143' TERM
 start_all
 picture
 "${act}_act"
-printf '\n%s\n' "         threads: $attention_threads attention, $ffn_threads each FFN rank · link: $(link_in_use) · ${model##*/}"
+printf '%s\n' "         threads: $attention_threads attention, $ffn_threads each FFN rank · link: $(link_in_use) · ${model##*/}"
 examples
 if [[ $keep == yes ]]; then
     trap - EXIT

@@ -1,0 +1,124 @@
+//! README.md is part of the product: what it links to exists, its tables of options are what `--help` says, the
+//! metrics and architectures it names are those of the code.
+mod options;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use afd_common::config::model::Architecture;
+use anyhow::{Context, ensure};
+
+const RENEW: &str = "cargo test -p afd-tests --test docs -- --ignored";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn readme() -> anyhow::Result<String> {
+    Ok(std::fs::read_to_string(root().join("README.md"))?)
+}
+
+/// What stands between `<!-- begin: name -->` and `<!-- end: name -->`, without the line breaks around it.
+fn section<'a>(text: &'a str, name: &str) -> anyhow::Result<&'a str> {
+    let (_, rest) =
+        text.split_once(&format!("<!-- begin: {name} -->")).context("the section does not begin")?;
+    let (section, _) =
+        rest.split_once(&format!("<!-- end: {name} -->")).context("the section does not end")?;
+    Ok(section.trim_matches('\n'))
+}
+
+#[test]
+fn every_relative_link_leads_somewhere() -> anyhow::Result<()> {
+    let text = readme()?;
+    let targets: Vec<&str> =
+        text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target).collect();
+    ensure!(targets.len() > 20, "only {} links were found", targets.len());
+    let headings: BTreeSet<String> = text
+        .lines()
+        .filter(|line| line.starts_with('#'))
+        .map(|line| anchor(line.trim_start_matches('#')))
+        .collect();
+    let broken: Vec<&str> = targets
+        .into_iter()
+        .filter(|target| !target.contains("://"))
+        .filter(|target| match target.split_once('#') {
+            Some(("", heading)) => !headings.contains(heading),
+            Some((path, _)) => !root().join(path).exists(),
+            None => !root().join(target).exists(),
+        })
+        .collect();
+    ensure!(broken.is_empty(), "README.md links to what is not there: {broken:?}");
+    Ok(())
+}
+
+/// A heading's anchor as GitHub makes it.
+fn anchor(heading: &str) -> String {
+    let kept = |c: char| match c {
+        ' ' => Some('-'),
+        c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c.to_ascii_lowercase()),
+        _ => None,
+    };
+    heading.trim().chars().filter_map(kept).collect()
+}
+
+#[test]
+fn the_tables_of_options_are_what_help_says() -> anyhow::Result<()> {
+    let text = readme()?;
+    for (name, table) in options::tables() {
+        let found = section(&text, name).with_context(|| name.to_owned())?;
+        ensure!(found == table, "README.md, section `{name}` is old; to renew it: {RENEW}\n\n{table}\n");
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "writes README.md"]
+fn renew_the_tables_of_options() -> anyhow::Result<()> {
+    let mut text = readme()?;
+    for (name, table) in options::tables() {
+        let (begin, end) = (format!("<!-- begin: {name} -->"), format!("<!-- end: {name} -->"));
+        let (before, rest) = text.split_once(&begin).context("the section does not begin")?;
+        let (_, after) = rest.split_once(&end).context("the section does not end")?;
+        text = format!("{before}{begin}\n{table}\n{end}{after}");
+    }
+    Ok(std::fs::write(root().join("README.md"), text)?)
+}
+
+#[test]
+fn every_metric_that_is_named_is_counted_somewhere() -> anyhow::Result<()> {
+    let mut sources = String::new();
+    for folder in ["attention-svc/src", "ffn-svc/src", "common/src"] {
+        read_sources(&root().join(folder), &mut sources)?;
+    }
+    let text = readme()?;
+    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'));
+    let names: BTreeSet<&str> =
+        words.filter(|word| word.starts_with("afd_") || word.starts_with("vllm:")).collect();
+    ensure!(names.len() > 10, "only {} metrics were found", names.len());
+    let unknown: Vec<_> =
+        names.into_iter().filter(|name| !sources.contains(&format!("\"{name}\""))).collect();
+    ensure!(unknown.is_empty(), "README.md names metrics that nobody makes: {unknown:?}");
+    Ok(())
+}
+
+fn read_sources(folder: &Path, all: &mut String) -> anyhow::Result<()> {
+    for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let path = entry?.path();
+        if path.is_dir() {
+            read_sources(&path, all)?;
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            all.push_str(&std::fs::read_to_string(&path)?);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_architectures_are_those_of_the_registry() -> anyhow::Result<()> {
+    let text = readme()?;
+    let section = section(&text, "architectures")?;
+    let named: BTreeSet<&str> = section.split('`').filter(|word| word.ends_with("ForCausalLM")).collect();
+    let served: BTreeSet<&str> = Architecture::ALL.iter().map(|architecture| architecture.name()).collect();
+    ensure!(named == served, "README.md names {named:?}, served are {served:?}");
+    Ok(())
+}

@@ -1,0 +1,40 @@
+//! The options of both services as tables in Markdown, made from the same definitions as `--help`.
+use clap::{Arg, Args, Command, CommandFactory};
+
+/// The tables by the names of their sections.
+pub(crate) fn tables() -> [(&'static str, String); 2] {
+    let attention = attention_svc::cli::Cli::command();
+    let serve = attention.find_subcommand("serve").expect("the command is there").clone();
+    let ffn = ffn_svc::config::ServeOptions::augment_args(Command::new("serve"));
+    [("attention-svc serve", table(&serve)), ("ffn-svc serve", table(&ffn))]
+}
+
+fn table(command: &Command) -> String {
+    let rows =
+        command.get_arguments().filter(|arg| !["help", "version"].contains(&arg.get_id().as_str())).map(row);
+    ["| option | what it says | default |".to_owned(), "| --- | --- | --- |".to_owned()]
+        .into_iter()
+        .chain(rows)
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn row(arg: &Arg) -> String {
+    let help = arg.get_help().map(ToString::to_string).unwrap_or_default().replace('\n', " ");
+    let (what, default) = match help.split_once(" [default: ") {
+        Some((what, default)) => (what.to_owned(), default.trim_end_matches(']').to_owned()),
+        None => match help.strip_suffix(" [required]").or(help.strip_suffix(" (required)")) {
+            Some(what) => (what.to_owned(), "required".to_owned()),
+            None => (help, String::new()),
+        },
+    };
+    let value =
+        arg.get_value_names().and_then(<[_]>::first).map(|name| format!(" {name}")).unwrap_or_default();
+    let option = format!("--{}{value}", arg.get_long().unwrap_or_default());
+    format!(
+        "| `{}` | {} | {} |",
+        option.replace('|', "\\|"),
+        what.replace('|', "\\|"),
+        default.replace('|', "\\|")
+    )
+}
