@@ -7,7 +7,7 @@ usage() {
     cat <<USAGE
 usage: bash deploy/test.sh [--full]
 
-  --full   also the long tests (AFD_TEST_FULL=1), the documentation, the demo (a release build) and the licences
+  --full   also the long tests (AFD_TEST_FULL=1), the documentation, the demo and its losses (a release build) and the licences
            (where cargo-deny is installed)
 USAGE
 }
@@ -47,6 +47,7 @@ step "lints" cargo clippy --workspace --all-targets --locked -- -D warnings
 if [[ $full == yes ]]; then
     step "documentation" env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked
     step "demo" bash deploy/demo.sh --port 0
+    step "demo with losses" bash deploy/demo.sh --kill --port 0
     if cargo deny --version >/dev/null 2>&1; then
         step "licences and advisories" cargo deny --workspace check --config deploy/deny.toml
     else
