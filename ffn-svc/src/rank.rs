@@ -133,7 +133,7 @@ pub async fn start(
         lease: config.lease,
         attach_timeout: ATTACH_TIMEOUT,
     };
-    Ok(Server::start(listener, engine, settings, metrics, Health::new().await).await?)
+    Ok(Server::start(listener, engine, settings, metrics, Health::default()).await?)
 }
 
 /// Writes `host:port` and a line end, at once or not at all, for whoever waits for the file.

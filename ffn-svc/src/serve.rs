@@ -74,7 +74,7 @@ impl Server {
         let options = Options { drain: FAREWELL, ..Options::default() };
         let links = service::link_acceptor(&sessions);
         let port = tokio::spawn(listener.serve(router, Some(links), options, stop.clone()));
-        health.set(Phase::Ready).await;
+        health.set(Phase::Ready);
         Ok(Self { address, sessions, health, stop, port })
     }
 
@@ -98,7 +98,7 @@ impl Server {
         let draining = async {
             let _ = asked_to_drain.wait_for(Option::is_some).await;
             // A drain that a peer asked for does not end the process: that is for whoever started it.
-            self.health.set(Phase::Draining).await;
+            self.health.set(Phase::Draining);
             std::future::pending::<()>().await;
         };
         let died = tokio::select! {
@@ -110,7 +110,7 @@ impl Server {
             Some(end) => Some(end),
             None => {
                 let deadline = Instant::now() + drain;
-                self.health.set(Phase::Draining).await;
+                self.health.set(Phase::Draining);
                 self.sessions.drain(deadline);
                 tracing::info!(sessions = self.sessions.len(), limit = ?drain, "draining");
                 tokio::select! {
@@ -150,7 +150,7 @@ impl Server {
             Err(error) => error.to_string(),
         };
         if result.is_err() {
-            self.health.set(Phase::Dead(why.clone())).await;
+            self.health.set(Phase::Dead(why.clone()));
         }
         self.sessions.end_all(&why);
         self.sessions.tasks().close();

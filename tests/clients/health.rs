@@ -29,6 +29,8 @@ async fn every_served_name_answers_a_probe() -> anyhow::Result<()> {
         // A probe tells a name that is not known from one that does not serve.
         let error = check(&mut probe, "afd.v1.NoSuchService").await.expect_err("there is no such service");
         ensure!(error.code() == Code::NotFound, "{error}");
+        let mut watched = watch(&mut probe, "afd.v1.NoSuchService").await?;
+        ensure!(next(&mut watched).await? == ServingStatus::ServiceUnknown);
     }
     Ok(())
 }

@@ -46,6 +46,9 @@ async fn describes(address: &str, ours: &[&str]) -> anyhow::Result<()> {
             ensure!(compiled.get(name) == Some(file), "{name} is not the file that was compiled");
         }
     }
+    // Without this a tool prints the details of an error as bytes.
+    let details = server.files_behind("google.rpc.BadRequest").await?;
+    ensure!(details.values().any(|file| file.package() == "google.rpc"), "{:?}", details.keys());
     let unknown = server.ask(MessageRequest::FileContainingSymbol("afd.v1.NoSuchService".into())).await;
     ensure!(unknown.is_err(), "{unknown:?} for an unknown symbol");
     Ok(())

@@ -23,11 +23,14 @@ use tonic::transport::server::TcpConnectInfo;
 use tower::ServiceExt;
 
 pub mod client;
+pub mod health;
 mod prefixed;
+mod reflection;
 mod sniff;
 mod stats;
 
 use prefixed::Prefixed;
+pub use reflection::add_reflection;
 use sniff::Speaks;
 pub use stats::{NetCounts, NetStats};
 

@@ -1,13 +1,8 @@
 //! Whether this rank serves, as health checks ask for it: `grpc.health.v1` under the name of each service, and `live`
 //! and `ready` as names of their own.
-use std::sync::{Arc, Mutex};
-
-use tonic_health::ServingStatus;
+use afd_common::net::health;
+use tokio::sync::watch;
 use tonic_health::pb::health_server::{Health as HealthService, HealthServer};
-use tonic_health::server::{HealthReporter, HealthService as Reported};
-
-/// Names that follow readiness; the empty one stands for the whole process.
-const READY_NAMES: [&str; 4] = ["", "ready", "afd.v1.FfnControlService", "afd.v1.LayerStageService"];
 
 /// Where the process is in its life.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,51 +41,29 @@ impl Phase {
 }
 
 /// The one place that knows the phase. Clones share it.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Health {
-    phase: Arc<Mutex<Phase>>,
-    reporter: HealthReporter,
+    phase: watch::Sender<Phase>,
 }
 
 impl Health {
-    /// Loading.
-    pub async fn new() -> Self {
-        let health = Self { phase: Arc::default(), reporter: HealthReporter::new() };
-        health.publish(&Phase::Loading).await;
-        health
-    }
-
     /// Moves on. A dead process stays dead.
-    pub async fn set(&self, phase: Phase) {
-        {
-            let mut now = self.lock();
-            if !now.is_live() {
-                return;
-            }
-            *now = phase.clone();
-        }
-        self.publish(&phase).await;
+    pub fn set(&self, phase: Phase) {
+        self.phase.send_if_modified(|now| now.is_live() && std::mem::replace(now, phase.clone()) != phase);
     }
 
     /// Where the process is.
     pub fn phase(&self) -> Phase {
-        self.lock().clone()
+        self.phase.borrow().clone()
     }
 
     /// `grpc.health.v1`.
     pub fn service(&self) -> HealthServer<impl HealthService + use<>> {
-        HealthServer::new(Reported::from_health_reporter(self.reporter.clone()))
-    }
-
-    async fn publish(&self, phase: &Phase) {
-        let status = |good| if good { ServingStatus::Serving } else { ServingStatus::NotServing };
-        for name in READY_NAMES {
-            self.reporter.set_service_status(name, status(phase.is_ready())).await;
-        }
-        self.reporter.set_service_status("live", status(phase.is_live())).await;
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Phase> {
-        self.phase.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        health::service(self.phase.subscribe(), |phase, name| match name {
+            "live" => Some(phase.is_live()),
+            // The empty one stands for the whole process.
+            "" | "ready" | "afd.v1.FfnControlService" | "afd.v1.LayerStageService" => Some(phase.is_ready()),
+            _ => None,
+        })
     }
 }

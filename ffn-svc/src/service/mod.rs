@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use afd_common::link::{LinkKind, attach, inline};
-use afd_common::net::LinkAcceptor;
+use afd_common::net::{LinkAcceptor, add_reflection};
 use afd_common::proto::v1::ffn_control_service_server::FfnControlServiceServer;
 use afd_common::proto::v1::inference_service_server::InferenceServiceServer;
 use afd_common::proto::v1::layer_stage_service_server::LayerStageServiceServer;
@@ -31,15 +31,6 @@ pub fn router(
     metrics: &Metrics,
     max_body_bytes: u32,
 ) -> Result<Router, tonic_reflection::server::Error> {
-    let reflection = || {
-        tonic_reflection::server::Builder::configure()
-            .register_encoded_file_descriptor_set(afd_common::proto::DESCRIPTOR_SET)
-            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            // The descriptors describe both roles; what is refused here is not listed.
-            .with_service_name("afd.v1.FfnControlService")
-            .with_service_name("afd.v1.LayerStageService")
-            .with_service_name("grpc.health.v1.Health")
-    };
     let control = FfnControlServiceServer::new(Control::new(Arc::clone(sessions)))
         .max_decoding_message_size(control::MAX_MESSAGE_BYTES);
     let stages = LayerStageServiceServer::new(LayerStages::new(Arc::clone(sessions)))
@@ -48,9 +39,9 @@ pub fn router(
     let grpc = tonic::service::Routes::new(control)
         .add_service(stages)
         .add_service(inference)
-        .add_service(health.service())
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?)
+        .add_service(health.service());
+    // What is refused here is not listed.
+    let grpc = add_reflection(grpc, &["afd.v1.FfnControlService", "afd.v1.LayerStageService"])?
         .into_axum_router()
         .reset_fallback();
     let identity = &sessions.settings().identity;

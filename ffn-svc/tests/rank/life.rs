@@ -180,7 +180,7 @@ async fn the_death_of_the_engine_ends_the_rank_with_an_error_and_tells_its_peers
         attach_timeout: Duration::from_secs(5),
     };
     let engine = engine::spawn(Mortal, options).unwrap();
-    let server = Server::start(listener, engine, settings, &metrics, Health::new().await).await.unwrap();
+    let server = Server::start(listener, engine, settings, &metrics, Health::default()).await.unwrap();
     let rank = Rank::run(server, metrics, &config);
     let mut attention = Attention::join(&rank, 0).await;
     let mut link = attention.open(v1::LinkKind::Tcp).await;

@@ -3,6 +3,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use afd_common::net::{add_reflection, health};
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_server::{InferenceService, InferenceServiceServer};
 use afd_common::telemetry::RequestId;
@@ -17,31 +18,27 @@ use super::generation::{Generation, Plan, Update};
 use super::openai::chat::check_role;
 use super::prompt::PromptSource;
 use super::validate::{FieldError, FieldNames, GenerationSpec, SamplingSpec, StopSpec};
-use super::{Api, ids};
+use super::{Api, Readiness, ids};
 use crate::request::{FinishReason, TokenLogprobs};
 use crate::text::tokenizer::SpecialTokens;
 use crate::text::{ChatMessage, Tokenizer};
 
-mod health;
-
 /// Every gRPC service of this process; `extra` are those that are not about requests.
 pub(super) fn services(api: Arc<Api>, extra: Routes) -> Result<Routes, tonic_reflection::server::Error> {
-    let reflection = || {
-        tonic_reflection::server::Builder::configure()
-            .register_encoded_file_descriptor_set(afd_common::proto::DESCRIPTOR_SET)
-            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            // The descriptors describe both roles; only what is served here is listed.
-            .with_service_name("afd.v1.InferenceService")
-            .with_service_name("grpc.health.v1.Health")
-    };
     let limit = api.limits.max_body_bytes;
-    let health = health::service(api.readiness.clone());
+    let health = health::service(api.readiness.clone(), serves);
     let inference = InferenceServiceServer::new(Face { api }).max_decoding_message_size(limit);
-    Ok(extra
-        .add_service(inference)
-        .add_service(health)
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?))
+    add_reflection(extra.add_service(inference).add_service(health), &["afd.v1.InferenceService"])
+}
+
+/// `grpc.health.v1`: the empty name and every service of this process answer whether it is ready; `live` and `ready` are
+/// names of their own, so that a probe can ask for either.
+fn serves(readiness: &Readiness, service: &str) -> Option<bool> {
+    match service {
+        "live" => Some(readiness.is_live()),
+        "" | "ready" | "afd.v1.InferenceService" => Some(readiness.is_ready()),
+        _ => None,
+    }
 }
 
 struct Face {
