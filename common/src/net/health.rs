@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     fn number(state: &u32, name: &str) -> Option<bool> {
-        (name == "even").then_some(state % 2 == 0)
+        (name == "even").then_some(state.is_multiple_of(2))
     }
 
     fn about(name: &str) -> Request<HealthCheckRequest> {
