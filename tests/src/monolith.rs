@@ -58,7 +58,11 @@ impl Monolith {
         let mut residual = self.attention.embed(tokens)?;
         for layer in (0..self.config.layers.len() as u16).map(LayerIdx) {
             let attended = self.attention.attend(layer, residual, &prepared, &mut kv)?;
-            residual = attended.residual + self.ffn.forward(layer, &attended.ffn_in, &Side::None)?;
+            let side = match self.attention.routes_by_token(layer) {
+                true => Side::InputIds(self.attention.token_ids(tokens)?),
+                false => Side::None,
+            };
+            residual = attended.residual + self.ffn.forward(layer, &attended.ffn_in, &side)?;
         }
         Ok(self.attention.logits(&residual, &(from..len).collect::<Vec<_>>())?)
     }

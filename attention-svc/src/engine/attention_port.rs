@@ -42,11 +42,17 @@ pub trait AttentionPort: Send {
         stage: &Self::Prepared,
     ) -> Result<Attended, AttentionError>;
 
-    /// What the layer's FFN needs besides the rows `ffn_in`: nothing unless the gate is on attention.
+    /// What the layer's FFN needs besides the rows `ffn_in` of the stage's tokens `input_ids`: nothing unless the gate is
+    /// on attention or the layer routes by token id.
     ///
     /// # Errors
     /// [`AttentionError`]; the stage cannot go on.
-    fn side_tensors(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<SideTensors, AttentionError>;
+    fn side_tensors(
+        &self,
+        layer: LayerIdx,
+        ffn_in: &Tensor,
+        input_ids: &[u32],
+    ) -> Result<SideTensors, AttentionError>;
 
     /// Logits of some rows of the residual stream after the last layer, `[rows.len(), vocab_size]` f32, contiguous, on
     /// the CPU.

@@ -52,9 +52,19 @@ impl AttentionPort for CachedAttention {
         Ok(self.model.attend(layer, x, stage, &mut self.cache)?)
     }
 
-    fn side_tensors(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<SideTensors, AttentionError> {
-        let routed = self.model.route(layer, ffn_in)?;
-        Ok(routed.map_or(SideTensors::None, |Selected { ids, weights }| SideTensors::TopK { ids, weights }))
+    fn side_tensors(
+        &self,
+        layer: LayerIdx,
+        ffn_in: &Tensor,
+        input_ids: &[u32],
+    ) -> Result<SideTensors, AttentionError> {
+        match self.model.route(layer, ffn_in, input_ids)? {
+            Some(Selected { ids, weights }) => Ok(SideTensors::TopK { ids, weights }),
+            None if self.model.routes_by_token(layer) => {
+                Ok(SideTensors::InputIds(self.model.token_ids(input_ids)?))
+            }
+            None => Ok(SideTensors::None),
+        }
     }
 
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError> {

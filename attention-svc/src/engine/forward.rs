@@ -99,7 +99,10 @@ impl<A: AttentionPort> Pass<'_, A> {
         };
         let start = Instant::now();
         let attended = self.attention.attend(hop.layer, x, &flight.prepared).map_err(at_fault)?;
-        let side = self.attention.side_tensors(hop.layer, &attended.ffn_in).map_err(at_fault)?;
+        let side = self
+            .attention
+            .side_tensors(hop.layer, &attended.ffn_in, &stage.batch.input_ids)
+            .map_err(at_fault)?;
         let attended_at = Instant::now();
         self.ffn.dispatch(hop, &attended.ffn_in, &side).map_err(lost)?;
         self.times.attention += attended_at - start;

@@ -3,7 +3,7 @@
 //! the next, the engine sends `ffn_in` to the FFN role and adds what comes back to the residual.
 //!
 //! In reading order: [`prepare`](AttentionModel::prepare) a stage once, then per layer `gqa` or `mla` over `kv`.
-use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig};
+use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig, Selection};
 use afd_common::ids::LayerIdx;
 use afd_common::layers::{Router, Selected, Selector};
 use afd_common::weights::{WeightError, Weights};
@@ -157,10 +157,23 @@ impl AttentionModel {
     /// [`ModelError`] when an id is beyond the vocabulary.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
+        let ids = self.token_ids(ids)?;
+        self.embedding.f_index_select(0, &ids).map_err(outside_layers("embed_tokens"))
+    }
+
+    /// Token ids as a tensor, `[num_rows]` i64.
+    ///
+    /// # Errors
+    /// libtorch's, when memory cannot be had.
+    pub fn token_ids(&self, ids: &[u32]) -> Result<Tensor, ModelError> {
         let ids: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
-        Tensor::f_from_slice(&ids)
-            .and_then(|ids| self.embedding.f_index_select(0, &ids))
-            .map_err(outside_layers("embed_tokens"))
+        Tensor::f_from_slice(&ids).map_err(outside_layers("token ids"))
+    }
+
+    /// Whether the layer's experts follow from token ids, wherever the gate is.
+    pub fn routes_by_token(&self, layer: LayerIdx) -> bool {
+        let moe = self.config.moe(usize::from(layer.0));
+        moe.is_some_and(|moe| matches!(moe.router.selection, Selection::TokenTable { .. }))
     }
 
     /// Computes what all layers of a stage share.
@@ -253,15 +266,26 @@ impl AttentionModel {
         gate.map(|gate| gate.router.logits(ffn_in)).transpose().at(layer, "router")
     }
 
-    /// The experts of each row of a layer's `ffn_in` and their weights; `None` as for
-    /// [`router_logits`](Self::router_logits).
+    /// The experts of each row of a layer's `ffn_in` and their weights, the rows being those of the tokens `input_ids`;
+    /// `None` as for [`router_logits`](Self::router_logits).
     ///
     /// # Errors
     /// As for [`router_logits`](Self::router_logits).
-    pub fn route(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<Option<Selected>, ModelError> {
+    pub fn route(
+        &self,
+        layer: LayerIdx,
+        ffn_in: &Tensor,
+        input_ids: &[u32],
+    ) -> Result<Option<Selected>, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let gate = self.layers.get(layer.0 as usize).and_then(|layer| layer.gate.as_ref());
-        gate.map(|gate| gate.selector.select(&gate.router.logits(ffn_in)?)).transpose().at(layer, "router")
+        let Some(Gate { router, selector }) = gate else { return Ok(None) };
+        let logits = router.logits(ffn_in).at(layer, "router")?;
+        let selected = match selector.token_ids() {
+            None => selector.select(&logits),
+            Some(_) => selector.select_by_token(&logits, &self.token_ids(input_ids)?),
+        };
+        selected.map(Some).at(layer, "expert selection")
     }
 
     /// Logits `[rows.len(), vocab]` f32 of some rows of the residual stream after the last layer, `[num_rows, hidden]`.

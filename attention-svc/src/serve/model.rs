@@ -1,5 +1,5 @@
 //! What a rank takes from the checkpoint: the attention half, the text files, and how large everything is.
-use afd_common::config::model::{FfnConfig, ModelConfig};
+use afd_common::config::model::{FfnConfig, ModelConfig, Selection};
 use afd_common::frame::{RowType, SideKind};
 use afd_common::identity::{self, GatePlacement};
 use afd_common::proto::v1;
@@ -115,14 +115,17 @@ impl Loaded {
 
     /// Most bytes of a row on the wire, either way: partial sums travel in f32.
     pub(super) fn max_row_bytes(&self, gate: GatePlacement) -> usize {
-        let experts_per_token = self.config.layers.iter().filter_map(|layer| match layer {
-            FfnConfig::Moe(moe) => Some(moe.experts_per_token),
-            FfnConfig::Dense(_) => None,
+        let side = self.config.layers.iter().map(|layer| match (layer, gate) {
+            (FfnConfig::Dense(_), _) => 0,
+            (FfnConfig::Moe(moe), GatePlacement::Attention) => {
+                SideKind::TopK.bytes_per_row(moe.experts_per_token)
+            }
+            (FfnConfig::Moe(moe), GatePlacement::Ffn) => match moe.router.selection {
+                Selection::TokenTable { .. } => SideKind::InputIds.bytes_per_row(1),
+                _ => 0,
+            },
         });
-        let side = match gate {
-            GatePlacement::Ffn => 0,
-            GatePlacement::Attention => SideKind::TopK.bytes_per_row(experts_per_token.max().unwrap_or(0)),
-        };
+        let side = side.max().unwrap_or(0);
         let hidden = self.config.hidden_size;
         (hidden * self.rows.bytes() + side).max(hidden * RowType::F32.bytes())
     }

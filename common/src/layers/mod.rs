@@ -10,4 +10,4 @@ mod tests;
 pub use linear::Linear;
 pub use names::FfnNames;
 pub use norm::RmsNorm;
-pub use router::{Router, Selected, Selector};
+pub use router::{NO_EXPERT, Router, Selected, Selector};

@@ -36,6 +36,11 @@ impl FfnNames {
         format!("{}.gate.e_score_correction_bias", self.prefix)
     }
 
+    /// `[vocab, k]` of an integer type: the experts of every token id.
+    pub fn token_table(&self) -> String {
+        format!("{}.gate.tid2eid", self.prefix)
+    }
+
     /// Gate, up and down of the dense MLP, without `.weight` or `.bias`.
     pub fn dense(&self) -> [String; 3] {
         self.expert.map(|part| format!("{}.{part}", self.prefix))

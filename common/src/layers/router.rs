@@ -1,5 +1,5 @@
-//! The router of a mixture of experts: from normalised rows to logits ([`Router`]), and from logits to the experts of
-//! each row and their weights ([`Selector`]). The two are apart because they may run in different roles. The arithmetic
+//! The router of a mixture of experts: from normalised rows to logits ([`Router`]), and from logits (or token ids) to the
+//! experts of each row and their weights ([`Selector`]). The two are apart because they may run in different roles. The arithmetic
 //! is each model's own: what is rounded, masked, normalised and scaled, and in which order, decides which expert wins.
 use tch::{Kind, TchError, Tensor};
 
@@ -50,11 +50,14 @@ impl Router {
 /// The experts of each row.
 #[derive(Debug)]
 pub struct Selected {
-    /// `[rows, k]` i64, by falling weight.
+    /// `[rows, k]` i64, by falling weight; in the table's order, or [`NO_EXPERT`], where a table chose.
     pub ids: Tensor,
     /// `[rows, k]` f32, as they are applied: normalised and scaled where the model does that.
     pub weights: Tensor,
 }
+
+/// In place of the experts of a padding row: it is routed nowhere.
+pub const NO_EXPERT: i64 = -1;
 
 /// From logits to experts.
 #[derive(Debug)]
@@ -64,27 +67,35 @@ pub struct Selector {
     top_k: i64,
     /// `[experts]` f32; with [`Selection::NoAuxTc`].
     correction_bias: Option<Tensor>,
+    /// `[vocab, k]` i64; with [`Selection::TokenTable`].
+    token_table: Option<Tensor>,
 }
 
 impl Selector {
     /// The selection of a layer.
     ///
     /// # Errors
-    /// [`WeightError`] names the tensor (only the correction bias is read).
+    /// [`WeightError`] names the tensor (only the correction bias or the table of token ids is read).
     pub fn load(
         weights: &Weights,
         architecture: Architecture,
         layer: usize,
         moe: &MoeConfig,
     ) -> Result<Self, WeightError> {
-        let correction_bias = match moe.router.selection {
+        let names = FfnNames::new(architecture, layer);
+        let num_experts = moe.num_experts as i64;
+        match moe.router.selection {
+            Selection::Greedy | Selection::GroupLimited { .. } => Ok(Self::new(moe, None)),
             Selection::NoAuxTc { .. } => {
-                let name = FfnNames::new(architecture, layer).correction_bias();
-                Some(weights.tensor_f32(&name, &[moe.num_experts as i64])?)
+                let bias = weights.tensor_f32(&names.correction_bias(), &[num_experts])?;
+                Ok(Self::new(moe, Some(bias)))
             }
-            Selection::Greedy | Selection::GroupLimited { .. } => None,
-        };
-        Ok(Self::new(moe, correction_bias))
+            Selection::TokenTable { vocab_size } => {
+                let shape = [vocab_size as i64, moe.experts_per_token as i64];
+                let table = weights.indices(&names.token_table(), &shape, num_experts)?;
+                Ok(Self { token_table: Some(table), ..Self::new(moe, None) })
+            }
+        }
     }
 
     /// `correction_bias`: `[experts]` f32, needed by [`Selection::NoAuxTc`]; absent means 0.
@@ -94,18 +105,25 @@ impl Selector {
             num_experts: moe.num_experts as i64,
             top_k: moe.experts_per_token as i64,
             correction_bias,
+            token_table: None,
+        }
+    }
+
+    /// How many token ids the table has, if rows are routed by token id: then [`select_by_token`](Self::select_by_token)
+    /// takes the place of [`select`](Self::select).
+    pub fn token_ids(&self) -> Option<usize> {
+        match self.config.selection {
+            Selection::TokenTable { vocab_size } => Some(vocab_size),
+            Selection::Greedy | Selection::GroupLimited { .. } | Selection::NoAuxTc { .. } => None,
         }
     }
 
     /// `[rows, experts]` f32 to the best k of each row.
     ///
     /// # Errors
-    /// libtorch's, when the shape does not fit.
+    /// libtorch's, when the shape does not fit; always when rows are routed by token id.
     pub fn select(&self, logits: &Tensor) -> Result<Selected, TchError> {
-        let scores = match self.config.scoring {
-            Scoring::Softmax => logits.f_softmax(-1, Kind::Float)?,
-            Scoring::Sigmoid => logits.f_to_kind(Kind::Float)?.f_sigmoid()?,
-        };
+        let scores = self.scores(logits)?;
         let (weights, ids) = match self.config.selection {
             Selection::Greedy => scores.f_topk(self.top_k, -1, true, true)?,
             Selection::GroupLimited { num_groups, topk_groups } => {
@@ -116,8 +134,38 @@ impl Selector {
             Selection::NoAuxTc { num_groups, topk_groups } => {
                 self.biased(&scores, num_groups, topk_groups)?
             }
+            Selection::TokenTable { .. } => {
+                return Err(TchError::Torch("the experts follow from token ids, which are missing".into()));
+            }
         };
         Ok(Selected { ids, weights: self.finish(weights)? })
+    }
+
+    /// The experts that the table names for `token_ids` `[rows]` i64, weighed by the scores of `logits`
+    /// `[rows, experts]` f32: gathered, normalised and scaled as everywhere, the correction bias having no part in it. A
+    /// negative id marks padding: its experts are [`NO_EXPERT`], its weights 0.
+    ///
+    /// # Errors
+    /// libtorch's, when shapes do not fit or an id is beyond the table; always when rows are routed by score.
+    pub fn select_by_token(&self, logits: &Tensor, token_ids: &Tensor) -> Result<Selected, TchError> {
+        let Some(table) = &self.token_table else {
+            return Err(TchError::Torch("the experts follow from scores, not from token ids".into()));
+        };
+        let experts = table.f_index_select(0, &token_ids.f_clamp_min(0)?)?;
+        let weights = self.finish(self.scores(logits)?.f_gather(-1, &experts, false)?)?;
+        let padding = token_ids.f_lt(0)?.f_unsqueeze(-1)?;
+        Ok(Selected {
+            ids: experts.f_masked_fill(&padding, NO_EXPERT)?,
+            weights: weights.f_masked_fill(&padding, 0.0)?,
+        })
+    }
+
+    fn scores(&self, logits: &Tensor) -> Result<Tensor, TchError> {
+        match self.config.scoring {
+            Scoring::Softmax => logits.f_softmax(-1, Kind::Float),
+            Scoring::Sigmoid => logits.f_to_kind(Kind::Float)?.f_sigmoid(),
+            Scoring::SqrtSoftplus => logits.f_to_kind(Kind::Float)?.f_softplus()?.f_sqrt(),
+        }
     }
 
     /// Score plus bias chooses, the score alone weighs.

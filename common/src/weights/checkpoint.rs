@@ -80,6 +80,30 @@ impl Checkpoint {
         Ok(copy)
     }
 
+    /// See [`Weights::indices`](super::Weights::indices).
+    pub(super) fn indices(&self, name: &str, shape: &[i64], limit: i64) -> Result<Tensor, WeightError> {
+        let stored = self.find(name, shape)?;
+        let Some(kind) = header::integer_kind_of(&stored.entry.dtype) else {
+            return Err(WeightError::Dtype { name: name.into(), found: stored.entry.dtype.clone() });
+        };
+        let part = Part::whole(shape);
+        let (view, _) = stored.view(stored.place(&part.rows), &part.rows, kind)?;
+        let torch = |source| WeightError::Torch { name: name.into(), source };
+        let indices = view.f_to_dtype(Kind::Int64, false, true).map_err(torch)?;
+        stored.file.release(stored.place(&part.rows));
+        if indices.numel() == 0 {
+            return Ok(indices);
+        }
+        let extremes = [indices.f_min(), indices.f_max()];
+        for extreme in extremes {
+            let found = extreme.and_then(|extreme| extreme.f_int64_value(&[])).map_err(torch)?;
+            if !(0..limit).contains(&found) {
+                return Err(WeightError::Index { name: name.into(), found, last: limit - 1 });
+            }
+        }
+        Ok(indices)
+    }
+
     /// See [`Weights::release`](super::Weights::release).
     pub(super) fn release(&self, name: &str) {
         if let Some(stored) = self.tensors.get(name) {

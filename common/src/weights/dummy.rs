@@ -63,6 +63,20 @@ impl Dummy {
         }
     }
 
+    /// Neighbours from a random first one on, so that no row of up to `limit` columns names an index twice.
+    pub(super) fn indices(&self, name: &str, shape: &[i64], limit: i64) -> Result<Tensor, WeightError> {
+        let (rows, columns) = (shape.first().copied().unwrap_or(1), shape.iter().skip(1).product::<i64>());
+        let (key, limit) = (self.key(name), limit.max(1));
+        let row = |row: i64| {
+            let first = (mix(key ^ row as u64) % limit as u64) as i64;
+            (0..columns).map(move |column| (first + column) % limit)
+        };
+        let indices: Vec<i64> = (0..rows).flat_map(row).collect();
+        Tensor::f_from_slice(&indices)
+            .and_then(|indices| indices.f_view(shape))
+            .map_err(|source| WeightError::Torch { name: name.into(), source })
+    }
+
     fn matrix(&self, name: &str, columns: i64, part: &Part, kind: Kind) -> Result<Tensor, TchError> {
         let is_router = name.ends_with(".gate.weight");
         let deviation = if is_router { ROUTER_DEVIATION } else { 1.0 / (columns.max(1) as f64).sqrt() };

@@ -101,6 +101,17 @@ pub(super) fn kind_of(dtype: &str) -> Option<Kind> {
     }
 }
 
+/// The dtypes that tables of indices may be stored in.
+pub(super) fn integer_kind_of(dtype: &str) -> Option<Kind> {
+    match dtype {
+        "I64" => Some(Kind::Int64),
+        "I32" => Some(Kind::Int),
+        "I16" => Some(Kind::Int16),
+        "U8" => Some(Kind::Uint8),
+        _ => None,
+    }
+}
+
 /// The other way round.
 pub(super) fn name_of(kind: Kind) -> &'static str {
     match kind {

@@ -73,6 +73,16 @@ pub enum WeightError {
         /// In the file.
         found: String,
     },
+    /// An index points at nothing.
+    #[error("tensor `{name}` holds {found}, expected 0 to {last}")]
+    Index {
+        /// Its name.
+        name: String,
+        /// In the file.
+        found: i64,
+        /// The largest that would do.
+        last: i64,
+    },
     /// libtorch refused.
     #[error("tensor `{name}`: {source}")]
     Torch {
@@ -155,6 +165,18 @@ impl Weights {
     /// As [`tensor`](Self::tensor).
     pub fn tensor_f32(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightError> {
         self.part(name, shape, Part::whole(shape), Kind::Float)
+    }
+
+    /// A whole table of indices below `limit`, stored as any integer type, as i64; every number was checked.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor), or [`WeightError::Index`].
+    pub fn indices(&self, name: &str, shape: &[i64], limit: i64) -> Result<Tensor, WeightError> {
+        self.note(name);
+        match &self.source {
+            Source::Checkpoint(checkpoint) => checkpoint.indices(name, shape, limit),
+            Source::Dummy(dummy) => dummy.indices(name, shape, limit),
+        }
     }
 
     /// Some rows (dimension 0) of the tensor of this shape, in the compute dtype; in place where `tensor` would be.

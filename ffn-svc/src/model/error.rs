@@ -73,6 +73,18 @@ pub enum FfnModelError {
         /// Expected and found.
         source: afd_ffi::cpu_attention::ShapeError,
     },
+    /// A row of a layer that routes by token id has an id that the table does not know.
+    #[error("{layer}: `input_ids`: row {row} is token {token} of {vocab_size}")]
+    UnknownToken {
+        /// Which layer.
+        layer: LayerIdx,
+        /// Index of the row.
+        row: usize,
+        /// As sent.
+        token: i64,
+        /// How many the table knows.
+        vocab_size: usize,
+    },
     /// libtorch refused.
     #[error("{layer}: {operation}: {source}")]
     Torch {

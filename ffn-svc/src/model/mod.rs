@@ -46,7 +46,7 @@ pub enum Side {
         /// `[rows, k]` f32
         weights: Tensor,
     },
-    /// `[rows]` i64
+    /// `[rows]` i64; negative where a row is padding.
     InputIds(Tensor),
 }
 

@@ -16,7 +16,7 @@ use super::dense::GatedMlp;
 use super::error::{At, FfnModelError};
 use super::experts::Experts;
 use super::few_rows::FewRows;
-use super::grouping::Groups;
+use super::grouping::{Groups, Unrouted};
 use super::{LayerSpec, Side};
 
 /// This shard's part of a mixture of experts.
@@ -65,9 +65,10 @@ impl MixtureOfExperts {
     }
 
     pub(super) fn spec(&self) -> LayerSpec {
-        let (side, side_columns) = match self.router {
-            Some(_) => (SideKind::None, 0),
-            None => (SideKind::TopK, self.top_k),
+        let (side, side_columns) = match (&self.router, self.selector.token_ids()) {
+            (Some(_), None) => (SideKind::None, 0),
+            (Some(_), Some(_)) => (SideKind::InputIds, 1),
+            (None, _) => (SideKind::TopK, self.top_k),
         };
         LayerSpec {
             side,
@@ -129,12 +130,19 @@ impl MixtureOfExperts {
 
     fn route(&self, layer: LayerIdx, x: &Tensor, side: &Side) -> Result<Selected, FfnModelError> {
         let rows = x.size()[0];
+        let by_token = self.selector.token_ids();
         match (&self.router, side) {
-            (Some(router), Side::None) => {
+            (Some(router), Side::None) if by_token.is_none() => {
                 let logits = router.logits(x).at(layer, "router")?;
                 self.selector.select(&logits).at(layer, "expert selection")
             }
-            (None, Side::RouterLogits(logits)) => {
+            (Some(router), Side::InputIds(ids)) if let Some(vocab_size) = by_token => {
+                check(layer, "input_ids", ids, [rows], Kind::Int64)?;
+                check_tokens(layer, ids, vocab_size)?;
+                let logits = router.logits(x).at(layer, "router")?;
+                self.selector.select_by_token(&logits, ids).at(layer, "expert selection")
+            }
+            (None, Side::RouterLogits(logits)) if by_token.is_none() => {
                 check(layer, "router_logits", logits, [rows, self.num_experts as i64], Kind::Float)?;
                 self.selector.select(logits).at(layer, "expert selection")
             }
@@ -145,8 +153,12 @@ impl MixtureOfExperts {
                 Ok(Selected { ids: ids.shallow_clone(), weights: weights.shallow_clone() })
             }
             (router, found) => {
-                let expected =
-                    if router.is_some() { "none" } else { "the experts' choice, or router logits" };
+                let expected = match (router, by_token) {
+                    (Some(_), None) => "none",
+                    (Some(_), Some(_)) => "`input_ids`: the layer routes by token id",
+                    (None, None) => "the experts' choice, or router logits",
+                    (None, Some(_)) => "the experts' choice",
+                };
                 Err(FfnModelError::Side { layer, expected: expected.into(), found: found.kind() })
             }
         }
@@ -166,22 +178,36 @@ impl MixtureOfExperts {
         };
         let ids = memory::i64s(&ids).map_err(unusable("topk_ids"))?;
         let weights = memory::f32s(&weights).map_err(unusable("topk_weights"))?;
-        Groups::new(ids, weights, self.top_k, &self.local, self.num_experts).map_err(|unknown| {
-            FfnModelError::UnknownExpert {
-                layer,
-                row: unknown.row,
-                expert: unknown.expert,
-                num_experts: self.num_experts,
-            }
+        // Only where this side looked the experts up is it known that such a row is padding.
+        let unrouted = match (&self.router, self.selector.token_ids()) {
+            (Some(_), Some(_)) => Unrouted::Padding,
+            _ => Unrouted::Refused,
+        };
+        let groups = Groups::new(ids, weights, self.top_k, &self.local, self.num_experts, unrouted);
+        groups.map_err(|unknown| FfnModelError::UnknownExpert {
+            layer,
+            row: unknown.row,
+            expert: unknown.expert,
+            num_experts: self.num_experts,
         })
     }
 }
 
-fn check(
+/// Ids below the table's end; negative ones are padding and go on as they are.
+fn check_tokens(layer: LayerIdx, ids: &Tensor, vocab_size: usize) -> Result<(), FfnModelError> {
+    let highest = ids.f_argmax(0, false).and_then(|row| row.f_int64_value(&[])).at(layer, "token ids")?;
+    let token = ids.f_int64_value(&[highest]).at(layer, "token ids")?;
+    if token >= vocab_size as i64 {
+        return Err(FfnModelError::UnknownToken { layer, row: highest as usize, token, vocab_size });
+    }
+    Ok(())
+}
+
+fn check<const N: usize>(
     layer: LayerIdx,
     name: &'static str,
     tensor: &Tensor,
-    shape: [i64; 2],
+    shape: [i64; N],
     kind: Kind,
 ) -> Result<(), FfnModelError> {
     let (size, found) = (tensor.size(), tensor.kind());

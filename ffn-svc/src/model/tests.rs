@@ -227,3 +227,35 @@ fn whatever_does_not_fit_is_refused_and_harms_nobody() {
     assert!(refused(&there, layer, &x, &short).contains("topk_weights"));
     assert_eq!(there.forward(layer, &x, &topk).unwrap().size(), [2, 64]);
 }
+
+#[test]
+fn a_layer_that_routes_by_token_id_needs_the_ids_and_routes_no_padding() {
+    let config = config("tiny-hash-routed");
+    let weights = Weights::dummy(&config, Kind::Float, 1);
+    let here = FfnModel::load(&config, &weights, Shard::WHOLE, GatePlacement::Ffn).unwrap();
+    let there = FfnModel::load(&config, &weights, Shard::WHOLE, GatePlacement::Attention).unwrap();
+    let specs: Vec<_> = here.specs().iter().map(|spec| (spec.side, spec.side_columns)).collect();
+    assert_eq!(specs, [(SideKind::None, 0), (SideKind::InputIds, 1), (SideKind::None, 0)]);
+    assert_eq!((there.specs()[1].side, there.specs()[1].side_columns), (SideKind::TopK, 3));
+
+    let (layer, x) = (LayerIdx(1), rows(3, 32));
+    let tokens = |ids: &[i64]| Side::InputIds(Tensor::from_slice(ids));
+    let padded = here.forward(layer, &x, &tokens(&[5, -1, 96])).unwrap();
+    let count: u64 = here.expert_counts().of_layer(layer).iter().map(|&(_, rows)| rows).sum();
+    assert_eq!(count, 2 * 3, "every real row, k times");
+    let shared = mlp(&weights, FfnNames::new(config.architecture, 1).shared(), 32, 12, &x.narrow(0, 1, 1));
+    assert!(distance(&padded.narrow(0, 1, 1), &shared) < 1e-5, "padding meets the shared experts only");
+    let full = here.forward(layer, &x, &tokens(&[5, 7, 96])).unwrap();
+    for row in [0, 2] {
+        assert!(distance(&padded.narrow(0, row, 1), &full.narrow(0, row, 1)) < 1e-5);
+    }
+
+    let refused = |model: &FfnModel, side: &Side| model.forward(layer, &x, side).unwrap_err().to_string();
+    assert!(refused(&here, &Side::None).contains("side tensors are None, expected `input_ids`"));
+    assert!(refused(&here, &tokens(&[1, 2])).contains("`input_ids` is [2] Int64, expected [3] Int64"));
+    assert!(refused(&here, &tokens(&[1, 97, 2])).contains("`input_ids`: row 1 is token 97 of 97"));
+    let logits = Side::RouterLogits(Tensor::zeros([3, 7], (Kind::Float, Device::Cpu)));
+    assert!(refused(&there, &logits).contains("expected the experts' choice"));
+    let by_score = here.forward(LayerIdx(2), &x, &tokens(&[1, 2, 3])).unwrap_err().to_string();
+    assert!(by_score.contains("expected none"), "{by_score}");
+}

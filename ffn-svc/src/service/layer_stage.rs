@@ -222,7 +222,7 @@ mod tests {
             hidden_size: 2,
             activations: RowType::F32,
             shard: Shard::WHOLE,
-            layers: vec![layer(SideKind::None, 0), layer(SideKind::TopK, 2)],
+            layers: vec![layer(SideKind::None, 0), layer(SideKind::TopK, 2), layer(SideKind::InputIds, 1)],
         }
     }
 
@@ -278,6 +278,8 @@ mod tests {
             missing.contains(r#"[]; layer 1 takes ["topk_ids", "topk_weights"] as [(I32, [3, 2])"#),
             "{missing}"
         );
+        let no_tokens = refused(|r| r.layer = 2);
+        assert_eq!(no_tokens, r#"`side_tensors`: []; layer 2 takes ["input_ids"] as [(I64, [3, 1])]"#);
         let swapped = refused(|r| {
             r.layer = 1;
             r.side_tensors = vec![tensor(v1::Dtype::F32, &[3, 2], 24), tensor(v1::Dtype::I32, &[3, 2], 24)];

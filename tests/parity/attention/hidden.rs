@@ -88,11 +88,11 @@ fn the_gate_on_attention_routes_as_the_reference_does() {
         let golden = golden(name);
         let layer = |i: usize| LayerIdx(i as u16);
         let ffn_in = |i: usize| golden(&format!("layers.{i}.ffn_in"));
-        assert!(model.route(layer(3), &ffn_in(3)).unwrap().is_none(), "{name}: no gate was loaded yet");
+        assert!(model.route(layer(3), &ffn_in(3), &[]).unwrap().is_none(), "{name}: no gate was loaded yet");
         model.load_gates(&weights).unwrap();
         for (i, ffn) in config.layers.iter().enumerate() {
             let logits = model.router_logits(layer(i), &ffn_in(i)).unwrap();
-            let routed = model.route(layer(i), &ffn_in(i)).unwrap();
+            let routed = model.route(layer(i), &ffn_in(i), &[]).unwrap();
             if let FfnConfig::Dense(_) = ffn {
                 assert!(logits.is_none() && routed.is_none(), "{name}: layer {i} is dense");
                 continue;

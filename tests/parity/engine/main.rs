@@ -1,4 +1,4 @@
-//! Scheduler, cache, attention, FFN and sampler together: Hugging Face's greedy tokens for every fixture, all prompts at
+//! Scheduler, cache, attention, FFN and sampler together: the reference's greedy tokens for every fixture, all prompts at
 //! once, whatever the blocks, chunks, prefixes, stages, shards and the place of the gate.
 mod direct_ffn;
 
@@ -159,4 +159,5 @@ fixtures! {
     deepseek_v2: "tiny-deepseek-v2",
     deepseek_v2_group: "tiny-deepseek-v2-group",
     deepseek_v3: "tiny-deepseek-v3",
+    hash_routed: "tiny-hash-routed",
 }

@@ -107,7 +107,7 @@ impl AttentionPort for ArithmeticAttention {
         Ok(Attended { residual: x, ffn_in: rows(&sums) })
     }
 
-    fn side_tensors(&self, _: LayerIdx, _: &Tensor) -> Result<SideTensors, AttentionError> {
+    fn side_tensors(&self, _: LayerIdx, _: &Tensor, _: &[u32]) -> Result<SideTensors, AttentionError> {
         Ok(SideTensors::None)
     }
 

@@ -48,6 +48,9 @@ struct Family {
 pub(super) fn read(config: &Fields<'_>, generation: Option<Fields<'_>>) -> Result<ModelConfig, ConfigError> {
     let architecture = architecture(config)?;
     check_neutral(config)?;
+    if architecture != Architecture::DeepseekV3 {
+        moe::no_hash_layers(config)?;
+    }
     let common = Common::read(config)?;
     let family = match architecture {
         Architecture::Llama => llama(config, &common)?,
@@ -293,13 +296,20 @@ fn deepseek_v2(config: &Fields<'_>, common: &Common) -> Result<Family, ConfigErr
 }
 
 fn deepseek_v3(config: &Fields<'_>, common: &Common) -> Result<Family, ConfigError> {
-    config.only("scoring_func", &"sigmoid".into())?;
     config.only("topk_method", &"noaux_tc".into())?;
     let (num_groups, topk_groups) = moe::groups(config)?;
     let selection = Selection::NoAuxTc { num_groups, topk_groups };
     let scaling_factor = config.positive("routed_scaling_factor")?;
+    let scoring = match config.text("scoring_func")?.unwrap_or("sigmoid") {
+        "sigmoid" => Scoring::Sigmoid,
+        "sqrtsoftplus" => Scoring::SqrtSoftplus,
+        other => {
+            let what = format!("`{other}` is not served; known: sigmoid, sqrtsoftplus");
+            return Err(config.refuse("scoring_func", what));
+        }
+    };
     let router = RouterConfig {
-        scoring: Scoring::Sigmoid,
+        scoring,
         selection,
         normalize: config.flag("norm_topk_prob")?.unwrap_or(true),
         normalize_eps: 1e-20,

@@ -2,6 +2,8 @@
 use super::fields::Fields;
 use super::{ConfigError, DenseConfig, FfnConfig, MoeConfig, RouterConfig, Scoring, Selection};
 
+const NUM_HASH_LAYERS: &str = "num_hash_layers";
+
 /// Every layer the same mixture (Mixtral, OLMoE).
 pub(super) fn uniform(moe: MoeConfig, num_layers: usize) -> Vec<FfnConfig> {
     vec![FfnConfig::Moe(moe); num_layers]
@@ -71,6 +73,7 @@ pub(super) fn deepseek_layers(
     };
     let first = config.size("first_k_dense_replace", 0)?.unwrap_or(0);
     let freq = config.size("moe_layer_freq", 1)?.unwrap_or(1);
+    let num_hash_layers = num_hash_layers(config, num_layers)?;
     let experts_per_token = experts_per_token(config, num_experts)?;
     check_groups(config, &router.selection, num_experts, experts_per_token)?;
     let intermediate_size = config.required_size("moe_intermediate_size")?;
@@ -81,7 +84,28 @@ pub(super) fn deepseek_layers(
         shared_intermediate_size: config.size("n_shared_experts", 0)?.unwrap_or(0) * intermediate_size,
         router,
     };
-    mixed(config, moe, num_layers, |layer| layer >= first && layer.is_multiple_of(freq))
+    let mut layers = mixed(config, moe, num_layers, |layer| layer >= first && layer.is_multiple_of(freq))?;
+    let vocab_size = config.required_size("vocab_size")?;
+    for layer in layers.iter_mut().take(num_hash_layers) {
+        if let FfnConfig::Moe(moe) = layer {
+            moe.router.selection = Selection::TokenTable { vocab_size };
+        }
+    }
+    Ok(layers)
+}
+
+/// How many of the first layers route by token id, those among them that are a mixture; absent is none.
+fn num_hash_layers(config: &Fields<'_>, num_layers: usize) -> Result<usize, ConfigError> {
+    let count = config.size(NUM_HASH_LAYERS, 0)?.unwrap_or(0);
+    if count > num_layers {
+        return Err(config.refuse(NUM_HASH_LAYERS, format!("{count} of {num_layers} layers")));
+    }
+    Ok(count)
+}
+
+/// The family routes by score alone.
+pub(super) fn no_hash_layers(config: &Fields<'_>) -> Result<(), ConfigError> {
+    config.only(NUM_HASH_LAYERS, &0.into())
 }
 
 fn mixed(
@@ -112,7 +136,7 @@ fn check_groups(
     top_k: usize,
 ) -> Result<(), ConfigError> {
     let (num_groups, topk_groups, least_in_group) = match *selection {
-        Selection::Greedy => return Ok(()),
+        Selection::Greedy | Selection::TokenTable { .. } => return Ok(()),
         Selection::GroupLimited { num_groups, topk_groups } => (num_groups, topk_groups, 1),
         // A group is scored by its best two.
         Selection::NoAuxTc { num_groups, topk_groups } => (num_groups, topk_groups, 2),

@@ -132,6 +132,18 @@ fn deepseek_v3_chooses_by_biased_sigmoid_and_ignores_head_dim() {
 }
 
 #[test]
+fn the_first_layers_may_route_by_token_id() {
+    let config = load("tiny/tiny-hash-routed");
+    assert!(config.moe(0).is_none(), "a dense layer routes nothing");
+    let router = |layer| &config.moe(layer).unwrap().router;
+    assert_eq!(router(1).selection, Selection::TokenTable { vocab_size: 97 });
+    assert_eq!(router(2).selection, Selection::NoAuxTc { num_groups: 1, topk_groups: 1 });
+    assert_eq!((router(1).scoring, router(1).scaling_factor), (Scoring::SqrtSoftplus, 1.5));
+    let by_score = mutated("tiny/tiny-hash-routed", json!({"num_hash_layers": 0})).unwrap();
+    assert_ne!(by_score.canonical_json(), config.canonical_json());
+}
+
+#[test]
 fn moe_layers_follow_first_dense_and_frequency() {
     let config =
         mutated("tiny/tiny-deepseek-v3", json!({"first_k_dense_replace": 1, "moe_layer_freq": 2})).unwrap();
@@ -249,6 +261,10 @@ fn what_is_not_served_is_refused_by_name() {
         (v3, json!({"scoring_func": "softmax"}), "scoring_func"),
         (v3, json!({"n_group": 16}), "n_group"),
         (v3, json!({"moe_layer_freq": 0}), "moe_layer_freq"),
+        (v3, json!({"num_hash_layers": 5}), "num_hash_layers"),
+        (v3, json!({"num_hash_layers": -1}), "num_hash_layers"),
+        (v2, json!({"num_hash_layers": 1}), "num_hash_layers"),
+        (mixtral, json!({"num_hash_layers": 1}), "num_hash_layers"),
     ];
     for (name, fields, field) in cases {
         assert_eq!(refused(name, fields.clone()), field, "{name} with {fields}");

@@ -269,6 +269,8 @@ pub enum Scoring {
     Softmax,
     /// Sigmoid of each.
     Sigmoid,
+    /// Square root of the softplus of each (the newest DeepSeek family).
+    SqrtSoftplus,
 }
 
 /// From scores to experts.
@@ -290,5 +292,10 @@ pub enum Selection {
         num_groups: usize,
         /// Groups that may be chosen from.
         topk_groups: usize,
+    },
+    /// A table names the experts of every token id (`mlp.gate.tid2eid`, hash routing); the scores only weigh them.
+    TokenTable {
+        /// Rows of the table.
+        vocab_size: usize,
     },
 }
