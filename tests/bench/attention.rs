@@ -226,6 +226,7 @@ fn smollm2() -> ModelConfig {
         num_heads: 9,
         num_kv_heads: 3,
         head_dim: 64,
+        rotary_dim: 64,
         qkv_bias: false,
         o_bias: false,
         qk_norm: QkNorm::None,

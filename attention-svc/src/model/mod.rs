@@ -113,7 +113,7 @@ impl AttentionModel {
             return Err(ModelError::Unsupported { field: "max_position_embeddings", what });
         }
         let (rope_dim, pairing) = match &config.attention {
-            AttentionConfig::Gqa(gqa) => (gqa.head_dim, Pairing::Halves),
+            AttentionConfig::Gqa(gqa) => (gqa.rotary_dim, Pairing::Halves),
             AttentionConfig::Mla(mla) if mla.rope_interleave => (mla.qk_rope_head_dim, Pairing::Neighbours),
             AttentionConfig::Mla(mla) => (mla.qk_rope_head_dim, Pairing::Halves),
         };

@@ -116,7 +116,7 @@ pub struct GqaShape {
 
 /// Norms, clips and turns the queries and keys of `qkv` (`[num_rows, (num_heads + 2 num_kv_heads) * head_dim]`,
 /// contiguous: queries, keys, values) in place, and copies keys and values into their slots of the cache
-/// (`[num_blocks, block_size, num_kv_heads, head_dim]`).
+/// (`[num_blocks, block_size, num_kv_heads, head_dim]`). The first `2 * half` elements of a head turn, up to all.
 ///
 /// # Errors
 /// [`ShapeError`] when something does not fit; nothing was written then.
@@ -155,7 +155,8 @@ fn gqa<E: Element>(
     let rows = Rows3::<E>::new("qkv", &unsqueezed("qkv", qkv)?, kind)?;
     ensure!(rows.len == q_len + 2 * kv_len, "qkv rows of {}, expected {}", rows.len, q_len + 2 * kv_len);
     ensure!(rows.is_injective(), "qkv rows overlap one another");
-    rope.check(rows.rows, head_dim)?;
+    ensure!(2 * rope.half <= head_dim, "rope over {} elements of a head of {head_dim}", 2 * rope.half);
+    rope.check(rows.rows, 2 * rope.half)?;
     if let Some(norms) = norms {
         ensure!(
             [head_dim, q_len].contains(&norms.query.len()) && [head_dim, kv_len].contains(&norms.key.len()),
@@ -182,7 +183,7 @@ fn gqa<E: Element>(
             scratch.iter_mut().for_each(|x| *x = x.clamp(-limit as f32, limit as f32));
         }
         for head in scratch[..q_len + kv_len].chunks_exact_mut(head_dim) {
-            rope.turn(row, head);
+            rope.turn(row, &mut head[..2 * rope.half]);
         }
         store(&scratch, memory);
         keys.at(slot).copy_from_slice(&memory[q_len..q_len + kv_len]);

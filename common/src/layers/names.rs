@@ -19,7 +19,8 @@ impl FfnNames {
             | Architecture::Qwen3Moe
             | Architecture::Olmoe
             | Architecture::DeepseekV2
-            | Architecture::DeepseekV3 => Self {
+            | Architecture::DeepseekV3
+            | Architecture::Glm4Moe => Self {
                 prefix: format!("model.layers.{layer}.mlp"),
                 expert: ["gate_proj", "up_proj", "down_proj"],
             },

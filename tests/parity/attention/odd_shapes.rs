@@ -160,11 +160,13 @@ fn compare(
 
 fn gqa() -> impl Strategy<Value = GqaConfig> {
     let norms = prop_oneof![Just(QkNorm::None), Just(QkNorm::PerHead), Just(QkNorm::Whole)];
-    (1..4usize, 1..6usize, 1..12usize, any::<[bool; 2]>(), norms, prop::option::of(0.5..2.0f64)).prop_map(
-        |(num_kv_heads, group, half, [qkv_bias, o_bias], qk_norm, clip_qkv)| GqaConfig {
+    let rotary = (1..12usize).prop_flat_map(|half| (Just(half), 1..=half));
+    (1..4usize, 1..6usize, rotary, any::<[bool; 2]>(), norms, prop::option::of(0.5..2.0f64)).prop_map(
+        |(num_kv_heads, group, (half, turning), [qkv_bias, o_bias], qk_norm, clip_qkv)| GqaConfig {
             num_heads: num_kv_heads * group,
             num_kv_heads,
             head_dim: 2 * half,
+            rotary_dim: 2 * turning,
             qkv_bias,
             o_bias,
             qk_norm,
@@ -223,6 +225,7 @@ fn what_is_not_served_is_refused_by_name() {
             num_heads: 2,
             num_kv_heads: 1,
             head_dim: 4,
+            rotary_dim: 4,
             qkv_bias: false,
             o_bias: false,
             qk_norm: QkNorm::None,
@@ -238,7 +241,7 @@ fn what_is_not_served_is_refused_by_name() {
     };
     let window = refused(&gqa(&|c| c.sliding_window = Some(4096)), 64).to_string();
     assert!(window.contains("sliding_window") && window.contains("4096"), "{window}");
-    let odd = refused(&gqa(&|c| c.head_dim = 5), 64).to_string();
+    let odd = refused(&gqa(&|c| (c.head_dim, c.rotary_dim) = (5, 5)), 64).to_string();
     assert!(odd.contains("head_dim"), "{odd}");
     let long = refused(&gqa(&|_| {}), 65).to_string();
     assert!(long.contains("max_position_embeddings") && long.contains("65"), "{long}");

@@ -65,7 +65,10 @@ impl Block<'_> {
             y
         };
         let turned = |position: usize, y: Vec<f64>| -> Vec<f64> {
-            y.chunks(dim).flat_map(|head| self.rope(position, head, false)).collect()
+            let part = |head: &[f64]| {
+                [&self.rope(position, &head[..gqa.rotary_dim], false), &head[gqa.rotary_dim..]].concat()
+            };
+            y.chunks(dim).flat_map(part).collect()
         };
         let queries: Rows =
             x.iter().enumerate().map(|(p, x)| turned(p, project("q_proj", Some("q_norm"), x))).collect();

@@ -11,7 +11,7 @@ use super::{
 const MAX_LAYERS: usize = 4096;
 
 /// Fields of related architectures that change the result, with the only value that does not. `null` never does.
-const NEUTRAL: [(&str, Neutral); 16] = [
+const NEUTRAL: [(&str, Neutral); 15] = [
     ("hidden_act", Neutral::Text("silu")),
     ("pretraining_tp", Neutral::Number(1.0)),
     ("is_encoder_decoder", Neutral::False),
@@ -27,7 +27,6 @@ const NEUTRAL: [(&str, Neutral); 16] = [
     ("attention_chunk_size", Neutral::NullOnly),
     ("no_rope_layers", Neutral::NullOnly),
     ("compression_config", Neutral::NullOnly),
-    ("use_qk_norm", Neutral::False),
 ];
 
 enum Neutral {
@@ -51,6 +50,10 @@ pub(super) fn read(config: &Fields<'_>, generation: Option<Fields<'_>>) -> Resul
     if architecture != Architecture::DeepseekV3 {
         moe::no_hash_layers(config)?;
     }
+    if architecture != Architecture::Glm4Moe {
+        rope::whole_heads(config)?;
+        config.only("use_qk_norm", &Value::Bool(false))?;
+    }
     let common = Common::read(config)?;
     let family = match architecture {
         Architecture::Llama => llama(config, &common)?,
@@ -59,6 +62,7 @@ pub(super) fn read(config: &Fields<'_>, generation: Option<Fields<'_>>) -> Resul
         Architecture::Olmoe => olmoe(config, &common)?,
         Architecture::DeepseekV2 => deepseek_v2(config, &common)?,
         Architecture::DeepseekV3 => deepseek_v3(config, &common)?,
+        Architecture::Glm4Moe => glm4_moe(config, &common)?,
     };
     let max_position_embeddings = config.required_size("max_position_embeddings")?;
     let mut eos = config.token_ids("eos_token_id")?;
@@ -152,6 +156,7 @@ impl Common {
             num_heads,
             num_kv_heads,
             head_dim,
+            rotary_dim: head_dim,
             qkv_bias: false,
             o_bias: false,
             qk_norm: QkNorm::None,
@@ -296,10 +301,6 @@ fn deepseek_v2(config: &Fields<'_>, common: &Common) -> Result<Family, ConfigErr
 }
 
 fn deepseek_v3(config: &Fields<'_>, common: &Common) -> Result<Family, ConfigError> {
-    config.only("topk_method", &"noaux_tc".into())?;
-    let (num_groups, topk_groups) = moe::groups(config)?;
-    let selection = Selection::NoAuxTc { num_groups, topk_groups };
-    let scaling_factor = config.positive("routed_scaling_factor")?;
     let scoring = match config.text("scoring_func")?.unwrap_or("sigmoid") {
         "sigmoid" => Scoring::Sigmoid,
         "sqrtsoftplus" => Scoring::SqrtSoftplus,
@@ -308,18 +309,48 @@ fn deepseek_v3(config: &Fields<'_>, common: &Common) -> Result<Family, ConfigErr
             return Err(config.refuse("scoring_func", what));
         }
     };
-    let router = RouterConfig {
+    let layers = moe::deepseek_layers(config, common.num_layers, noaux_tc(config, scoring)?)?;
+    let rope_interleave = config.flag("rope_interleave")?.unwrap_or(true);
+    let attention = mla(config, common, rope_interleave)?;
+    Ok(Family { attention, layers, default_eps: 1e-6, default_theta: Some(1e4) })
+}
+
+/// DeepSeek-V3's router, which GLM-4.5 has too.
+fn noaux_tc(config: &Fields<'_>, scoring: Scoring) -> Result<RouterConfig, ConfigError> {
+    config.only("topk_method", &"noaux_tc".into())?;
+    let (num_groups, topk_groups) = moe::groups(config)?;
+    let scaling_factor = config.positive("routed_scaling_factor")?;
+    Ok(RouterConfig {
         scoring,
-        selection,
+        selection: Selection::NoAuxTc { num_groups, topk_groups },
         normalize: config.flag("norm_topk_prob")?.unwrap_or(true),
         normalize_eps: 1e-20,
         scaling_factor: scaling_factor.ok_or_else(|| config.missing("routed_scaling_factor"))?,
         logits_in_f32: true,
-    };
-    let layers = moe::deepseek_layers(config, common.num_layers, router)?;
-    let rope_interleave = config.flag("rope_interleave")?.unwrap_or(true);
-    let attention = mla(config, common, rope_interleave)?;
-    Ok(Family { attention, layers, default_eps: 1e-6, default_theta: Some(1e4) })
+    })
+}
+
+/// The first half of every head turns, unless the file says how much; `attention_bias` is of q, k and v alone.
+fn glm4_moe(config: &Fields<'_>, common: &Common) -> Result<Family, ConfigError> {
+    no_bias(config, &["mlp_bias"])?;
+    full_attention_only(config)?;
+    config.only("sliding_window", &Value::Null)?;
+    config.only("scoring_func", &"sigmoid".into())?;
+    let mut gqa = common.gqa(config, None)?;
+    let factor = rope::partial_rotary_factor(config, 0.5)?;
+    gqa.rotary_dim = (gqa.head_dim as f64 * factor) as usize;
+    even(config, "partial_rotary_factor", gqa.rotary_dim)?;
+    if gqa.rotary_dim == 0 {
+        let what = format!("{factor} of a head of {} turns nothing", gqa.head_dim);
+        return Err(config.refuse("partial_rotary_factor", what));
+    }
+    gqa.qkv_bias = config.flag("attention_bias")?.unwrap_or(false);
+    if config.flag("use_qk_norm")?.unwrap_or(false) {
+        gqa.qk_norm = QkNorm::PerHead;
+    }
+    let layers = moe::deepseek_layers(config, common.num_layers, noaux_tc(config, Scoring::Sigmoid)?)?;
+    // The theta that is assumed when the file is silent changed between releases.
+    Ok(Family { attention: AttentionConfig::Gqa(gqa), layers, default_eps: 1e-5, default_theta: None })
 }
 
 /// The family has no such parameters.

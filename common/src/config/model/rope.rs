@@ -4,6 +4,29 @@ use super::{ConfigError, RopeConfig, RopeScaling};
 
 const KNOWN_TYPES: &str = "default, linear, llama3, yarn";
 
+/// How much of a head turns, in (0, 1]; `default` when the file is silent. Families that cannot serve a part of a head ask
+/// for [`whole_heads`] instead.
+pub(super) fn partial_rotary_factor(config: &Fields<'_>, default: f64) -> Result<f64, ConfigError> {
+    let new = config.object("rope_parameters", "rope_parameters.")?;
+    let factor = match new {
+        Some(new) => new.positive("partial_rotary_factor")?.or(config.positive("partial_rotary_factor")?),
+        None => config.positive("partial_rotary_factor")?,
+    };
+    let factor = factor.unwrap_or(default);
+    if factor > 1.0 {
+        return Err(config.refuse("partial_rotary_factor", format!("{factor} is above 1")));
+    }
+    Ok(factor)
+}
+
+/// Refuses rope over a part of a head.
+pub(super) fn whole_heads(config: &Fields<'_>) -> Result<(), ConfigError> {
+    let new = config.object("rope_parameters", "rope_parameters.")?;
+    let old = config.object("rope_scaling", "rope_scaling.")?;
+    let mut places = [Some(*config), new, old].into_iter().flatten();
+    places.try_for_each(|fields| fields.only("partial_rotary_factor", &1.0.into()))
+}
+
 /// `default_theta`: what the family assumes when the file is silent; `None` where that changed between releases.
 pub(super) fn read(
     config: &Fields<'_>,
@@ -17,9 +40,6 @@ pub(super) fn read(
         None => config.positive("rope_theta")?,
     };
     let theta = theta.or(default_theta).ok_or_else(|| config.missing("rope_theta"))?;
-    for fields in [Some(*config), new, old].into_iter().flatten() {
-        fields.only("partial_rotary_factor", &1.0.into())?;
-    }
     let scaling = match new.or(old) {
         None => RopeScaling::None,
         Some(fields) => scaling(&fields, max_position_embeddings)?,
@@ -31,7 +51,9 @@ fn scaling(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<RopeSc
     let (field, kind) = match (fields.text("rope_type")?, fields.text("type")?) {
         (Some(kind), _) => ("rope_type", kind),
         (None, Some(kind)) => ("type", kind),
-        (None, None) if fields.keys().all(|key| key == "rope_theta") => return Ok(RopeScaling::None),
+        (None, None) if fields.keys().all(|key| ["rope_theta", "partial_rotary_factor"].contains(&key)) => {
+            return Ok(RopeScaling::None);
+        }
         (None, None) => return Err(fields.missing("rope_type")),
     };
     match kind {

@@ -202,6 +202,68 @@ fn canonical_form_follows_what_is_computed_only() {
     assert_ne!(config.canonical_json(), other_eps.canonical_json());
 }
 
+#[test]
+fn kimi_k2_is_deepseek_v3_in_other_numbers() {
+    let path =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../attention-svc/src/plan/models/kimi-k2.json");
+    let config = ModelConfig::from_json(&read_object(&path).unwrap(), None).unwrap();
+    assert_eq!((config.architecture, config.num_layers()), (Architecture::DeepseekV3, 61));
+    assert_eq!((mla(&config).num_heads, config.fp8_block), (64, Some((128, 128))));
+    let moe = config.moe(60).unwrap();
+    assert_eq!((moe.num_experts, moe.experts_per_token, moe.shared_intermediate_size), (384, 8, 2048));
+    assert_eq!(moe.router.selection, Selection::NoAuxTc { num_groups: 1, topk_groups: 1 });
+    assert!(config.moe(0).is_none());
+}
+
+/// As GLM-4.5 is published, in the dialect of its release.
+fn glm() -> Value {
+    json!({
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+        "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 5120, "partial_rotary_factor": 0.5, "initializer_range": 0.02, "intermediate_size": 12288,
+        "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1536,
+        "norm_topk_prob": true, "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 160,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+        "num_hidden_layers": 92, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": null, "rope_theta": 1000000, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "use_cache": true, "use_qk_norm": true, "vocab_size": 151552
+    })
+}
+
+#[test]
+fn glm_turns_half_of_a_head_and_has_deepseek_v3s_mixture() {
+    let read = |change: Value| {
+        let mut config = glm();
+        config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        ModelConfig::from_json(config.as_object().unwrap(), None)
+    };
+    let config = read(json!({})).unwrap();
+    let attention = gqa(&config);
+    assert_eq!((attention.head_dim, attention.rotary_dim, attention.qk_norm), (128, 64, QkNorm::PerHead));
+    assert_eq!((attention.qkv_bias, attention.o_bias), (true, false));
+    let moe = config.moe(3).unwrap();
+    assert_eq!((moe.num_experts, moe.shared_intermediate_size), (160, 1536));
+    assert_eq!((moe.router.scoring, moe.router.scaling_factor), (Scoring::Sigmoid, 2.5));
+    assert!(config.moe(2).is_none() && moe.router.normalize);
+    let newer = json!({"rope_theta": null, "partial_rotary_factor": null, "use_qk_norm": false, "rope_parameters":
+        {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}});
+    let newer = read(newer).unwrap();
+    assert_eq!((gqa(&newer).rotary_dim, gqa(&newer).qk_norm, newer.rope.theta), (32, QkNorm::None, 1e6));
+    for (change, field) in [
+        (json!({"partial_rotary_factor": 1.5}), "partial_rotary_factor"),
+        (json!({"partial_rotary_factor": 0.001}), "partial_rotary_factor"),
+        (json!({"scoring_func": "softmax"}), "scoring_func"),
+        (json!({"rope_theta": null}), "rope_theta"),
+    ] {
+        match read(change) {
+            Err(ConfigError::Field { field: found, .. } | ConfigError::Missing { field: found }) => {
+                assert_eq!(found, field);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 /// The name of the refused field.
 fn refused(name: &str, fields: Value) -> String {
     match mutated(name, fields) {
@@ -241,6 +303,7 @@ fn what_is_not_served_is_refused_by_name() {
         (llama, json!({"rope_parameters": null, "rope_scaling": {"type": "dynamic"}}), "rope_scaling.type"),
         (llama, json!({"rope_parameters": {"full_attention": {}}}), "rope_parameters.rope_type"),
         (llama, json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (llama, json!({"use_qk_norm": true}), "use_qk_norm"),
         (llama, json!({"logit_scale": 0.0625}), "logit_scale"),
         (llama, json!({"layer_types": ["sliding_attention"]}), "layer_types"),
         (mixtral, json!({"num_experts_per_tok": 9}), "num_experts_per_tok"),

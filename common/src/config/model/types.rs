@@ -51,12 +51,21 @@ pub enum Architecture {
     DeepseekV2,
     /// `DeepseekV3ForCausalLM` (Kimi-K2 and others that only differ in numbers)
     DeepseekV3,
+    /// `Glm4MoeForCausalLM` (GLM-4.5): DeepSeek-V3's mixture behind grouped-query attention
+    Glm4Moe,
 }
 
 impl Architecture {
     /// Every architecture that is served.
-    pub const ALL: [Self; 6] =
-        [Self::Llama, Self::Mixtral, Self::Qwen3Moe, Self::Olmoe, Self::DeepseekV2, Self::DeepseekV3];
+    pub const ALL: [Self; 7] = [
+        Self::Llama,
+        Self::Mixtral,
+        Self::Qwen3Moe,
+        Self::Olmoe,
+        Self::DeepseekV2,
+        Self::DeepseekV3,
+        Self::Glm4Moe,
+    ];
 
     /// As in the `architectures` field of `config.json`.
     pub fn name(self) -> &'static str {
@@ -67,6 +76,7 @@ impl Architecture {
             Self::Olmoe => "OlmoeForCausalLM",
             Self::DeepseekV2 => "DeepseekV2ForCausalLM",
             Self::DeepseekV3 => "DeepseekV3ForCausalLM",
+            Self::Glm4Moe => "Glm4MoeForCausalLM",
         }
     }
 }
@@ -117,6 +127,8 @@ pub struct GqaConfig {
     pub num_kv_heads: usize,
     /// Width of a head; not always hidden / heads.
     pub head_dim: usize,
+    /// How many elements of a head turn, the first ones; an even number, `head_dim` for all but GLM.
+    pub rotary_dim: usize,
     /// q, k, v (and, for Llama's `attention_bias`, o) projections have a bias.
     pub qkv_bias: bool,
     /// The output projection has a bias.
