@@ -69,6 +69,8 @@ struct Sequence {
     output: OutputText,
     prompt_tokens: u32,
     last_token: Option<Instant>,
+    /// A stop text is complete: the caller has everything but the engine's last word, which says what it cost.
+    stopped: bool,
     done: bool,
 }
 
@@ -142,7 +144,14 @@ impl Generation {
         let events =
             UnboundedReceiverStream::new(receiver).map(Some).chain(ended).map(move |event| (index, event));
         self.events.push(events.boxed());
-        self.sequences.push(Sequence { id, output, prompt_tokens, last_token: None, done: false });
+        self.sequences.push(Sequence {
+            id,
+            output,
+            prompt_tokens,
+            last_token: None,
+            stopped: false,
+            done: false,
+        });
         Ok(())
     }
 
@@ -171,16 +180,31 @@ impl Generation {
                 // The engine watches the deadline too; this is for when it is waiting itself.
                 Some(deadline) => match tokio::time::timeout_at(deadline.into(), next).await {
                     Ok(event) => event,
-                    Err(_) => return Some(Err(self.late())),
+                    Err(_) => {
+                        let waits_for_text = self.sequences.iter().any(|s| !s.done && !s.stopped);
+                        let stopped = self.sequences.iter().position(|s| !s.done && s.stopped);
+                        return Some(match stopped {
+                            Some(index) if !waits_for_text => Ok(self.last_of_stopped(index, None)),
+                            _ => Err(self.late()),
+                        });
+                    }
                 },
             };
             let (index, event) = event?;
             if self.sequences[index].done {
                 continue;
             }
-            let update = match event {
-                Some(event) => self.update(index, event),
-                None => Err(ApiError::internal("the engine dropped the sequence")),
+            let update = if self.sequences[index].stopped {
+                match event {
+                    // What the engine chose before it heard of the stop is nobody's.
+                    Some(SequenceEvent::Token(_) | SequenceEvent::PromptLogprobs(_)) => continue,
+                    last => Ok(self.last_of_stopped(index, last)),
+                }
+            } else {
+                match event {
+                    Some(event) => self.update(index, event),
+                    None => Err(ApiError::internal("the engine dropped the sequence")),
+                }
             };
             if let Err(error) = &update {
                 self.api.counts.failed(error.code());
@@ -204,13 +228,8 @@ impl Generation {
                 self.api.counts.token(now - sequence.last_token.unwrap_or(self.started), sequence.last_token);
                 sequence.last_token = Some(now);
                 if piece.stopped {
+                    sequence.stopped = true;
                     self.api.engine.abort(sequence.id);
-                    let usage = Usage {
-                        prompt_tokens: sequence.prompt_tokens,
-                        completion_tokens: sequence.output.num_tokens(),
-                        cached_tokens: 0,
-                    };
-                    update.finished = Some((FinishReason::Stop, usage));
                 }
             }
             SequenceEvent::Finished { reason, usage } => {
@@ -226,6 +245,24 @@ impl Generation {
             self.log(index, reason, usage);
         }
         Ok(update)
+    }
+
+    /// The engine's last word on a sequence that a stop text ended: whatever it is, the answer is complete.
+    fn last_of_stopped(&mut self, index: usize, last: Option<SequenceEvent>) -> Update {
+        let sequence = &mut self.sequences[index];
+        let cached_tokens = match last {
+            Some(SequenceEvent::Finished { usage, .. }) => usage.cached_tokens,
+            _ => 0,
+        };
+        let usage = Usage {
+            prompt_tokens: sequence.prompt_tokens,
+            completion_tokens: sequence.output.num_tokens(),
+            cached_tokens,
+        };
+        sequence.done = true;
+        self.log(index, FinishReason::Stop, usage);
+        let finished = Some((FinishReason::Stop, usage));
+        Update { index, text: String::new(), token: None, prompt_logprobs: None, finished }
     }
 
     fn log(&self, index: usize, reason: FinishReason, usage: Usage) {

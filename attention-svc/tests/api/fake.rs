@@ -26,6 +26,10 @@ pub(crate) struct Script {
     pub(crate) fail_after: Option<(u32, String)>,
     /// Refuse further sequences while so many run.
     pub(crate) max_running: Option<usize>,
+    /// Close the channel without a last word after so many tokens.
+    pub(crate) drop_after: Option<u32>,
+    /// Prompt tokens that were found in a cache.
+    pub(crate) cached_tokens: u32,
     /// Between tokens.
     pub(crate) pause: Duration,
 }
@@ -85,7 +89,7 @@ impl Engine for FakeEngine {
             };
             if ended_early {
                 aborted.fetch_add(1, Ordering::SeqCst);
-                let _ = request.events.send(finished(FinishReason::Cancelled, &request, 0));
+                let _ = request.events.send(finished(FinishReason::Cancelled, &request, 0, &script));
             }
             running.fetch_sub(1, Ordering::SeqCst);
         });
@@ -100,9 +104,15 @@ impl Engine for FakeEngine {
     }
 }
 
-fn finished(reason: FinishReason, request: &SequenceRequest, completion_tokens: u32) -> SequenceEvent {
+fn finished(
+    reason: FinishReason,
+    request: &SequenceRequest,
+    completion_tokens: u32,
+    script: &Script,
+) -> SequenceEvent {
     let prompt_tokens = request.prompt.len() as u32;
-    SequenceEvent::Finished { reason, usage: Usage { prompt_tokens, completion_tokens, cached_tokens: 0 } }
+    let usage = Usage { prompt_tokens, completion_tokens, cached_tokens: script.cached_tokens };
+    SequenceEvent::Finished { reason, usage }
 }
 
 fn known(id: u32, best: Option<u8>) -> Option<TokenLogprobs> {
@@ -129,6 +139,9 @@ async fn echo(request: &SequenceRequest, script: &Script) {
         {
             return tell(SequenceEvent::Failed(SequenceError::FfnUnavailable(why.clone())));
         }
+        if script.drop_after == Some(count) {
+            return;
+        }
         if script.pause.is_zero() {
             tokio::task::yield_now().await
         } else {
@@ -137,10 +150,10 @@ async fn echo(request: &SequenceRequest, script: &Script) {
         count += 1;
         tell(SequenceEvent::Token(ChosenToken { id: *id, logprobs: known(*id, request.logprobs) }));
         if request.stop.stop_token_ids.contains(id) && count > request.stop.min_tokens {
-            return tell(finished(FinishReason::Stop, request, count));
+            return tell(finished(FinishReason::Stop, request, count, script));
         }
         if count >= request.stop.max_tokens {
-            return tell(finished(FinishReason::Length, request, count));
+            return tell(finished(FinishReason::Length, request, count, script));
         }
     }
 }

@@ -76,6 +76,40 @@ async fn a_stop_text_aborts_the_engine() {
 }
 
 #[tokio::test]
+async fn a_stop_text_leaves_usage_right() {
+    let server = Server::start("tiny-llama").await;
+    server.engine.script(Script { cached_tokens: 2, ..slow() });
+    let body = json!({"prompt": "one STOPPING here", "stop": "STOPPING", "max_tokens": 400});
+    let (_, answer) = server.post(COMPLETIONS, &body).await;
+    let usage = &answer["usage"];
+    assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 2, "{answer}");
+    let with_usage = json!({"prompt": "one STOPPING here", "stop": "STOPPING", "max_tokens": 400,
+        "stream_options": {"include_usage": true}, "stream": true});
+    let events = server.stream(COMPLETIONS, &with_usage).await;
+    assert_eq!(&events[events.len() - 2]["usage"], usage, "{events:?}");
+    let last_choice = &events[events.len() - 3]["choices"][0];
+    assert_eq!(last_choice["finish_reason"], "stop", "{events:?}");
+}
+
+#[tokio::test]
+async fn an_engine_that_says_no_last_word_is_an_internal_error() {
+    let server = Server::start("tiny-llama").await;
+    for after in [0, 3] {
+        server.engine.script(Script { drop_after: Some(after), ..Script::default() });
+        let mut body = json!({"prompt": "one two three four", "max_tokens": 9});
+        let (status, answer) = server.post(COMPLETIONS, &body).await;
+        assert_eq!((status, &answer["error"]["type"]), (500, &json!("server_error")), "{answer}");
+        if after > 0 {
+            body["stream"] = true.into();
+            let answer =
+                server.http.post(server.url(COMPLETIONS)).body(body.to_string()).send().await.unwrap();
+            let text = answer.text().await.unwrap();
+            assert!(text.contains("event: error\n") && !text.contains("[DONE]"), "{text}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_full_queue_is_429_with_a_hint_and_leaves_nothing_behind() {
     let server = Server::start("tiny-llama").await;
     server.engine.script(Script { max_running: Some(2), ..slow() });
