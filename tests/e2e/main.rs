@@ -1,5 +1,7 @@
 //! Real processes on loopback. One sentence each.
+mod bad_input;
 mod hash_routing;
 mod loss;
 mod pair;
 mod start;
+mod streams;

@@ -30,9 +30,17 @@ impl Monolith {
     pub fn load(folder: &Path, kind: Kind) -> anyhow::Result<Self> {
         let config = ModelConfig::load(folder).with_context(|| folder.display().to_string())?;
         let weights = Weights::open(folder, &config, kind)?;
-        let attention = AttentionModel::load(&config, &weights, config.max_position_embeddings)?;
-        let ffn = FfnModel::load(&config, &weights, Shard::WHOLE, GatePlacement::Ffn)?;
-        Ok(Self { config, attention, ffn, kind })
+        Self::from_weights(config, &weights)
+    }
+
+    /// The same from weights that are there already.
+    ///
+    /// # Errors
+    /// When a tensor is not what it should be.
+    pub fn from_weights(config: ModelConfig, weights: &Weights) -> anyhow::Result<Self> {
+        let attention = AttentionModel::load(&config, weights, config.max_position_embeddings)?;
+        let ffn = FfnModel::load(&config, weights, Shard::WHOLE, GatePlacement::Ffn)?;
+        Ok(Self { config, attention, ffn, kind: weights.kind() })
     }
 
     /// Logits `[len - from, vocab]` f32 of the positions `from..len` of one sequence, computed in one prefill.

@@ -1,22 +1,23 @@
 //! Scheduler, cache, attention, FFN and sampler together: the reference's greedy tokens for every fixture, all prompts at
 //! once, whatever the blocks, chunks, prefixes, stages, shards and the place of the gate.
 mod direct_ffn;
+mod fairness;
+mod fp8;
+mod odd_numbers;
+mod sampled;
+mod serving;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use afd_common::config::model::ModelConfig;
 use afd_common::identity::GatePlacement;
-use afd_common::link::Doorbell;
 use afd_common::weights::Weights;
-use attention_svc::engine::{CachedAttention, EngineConfig, EngineMetrics, spawn};
-use attention_svc::model::{AttentionModel, KvCache};
-use attention_svc::request::{SamplingParams, SequenceEvent, SequenceRequest, StopRules};
+use attention_svc::engine::{EngineConfig, EngineMetrics};
+use attention_svc::request::SamplingParams;
 use attention_svc::scheduler::StageRules;
-use direct_ffn::DirectFfn;
+use serving::{Running, tokens};
 use tch::Kind;
-use tokio::sync::mpsc;
 
 #[derive(serde::Deserialize)]
 struct Expected {
@@ -43,71 +44,25 @@ fn fixtures() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures")
 }
 
-fn submit(
-    handle: &attention_svc::engine::EngineHandle,
-    prompt: &Prompt,
-) -> mpsc::UnboundedReceiver<SequenceEvent> {
-    let (events, receiver) = mpsc::unbounded_channel();
-    let request = SequenceRequest {
-        request_id: prompt.id.as_str().into(),
-        prompt: prompt.input_ids.as_slice().into(),
-        sampling: SamplingParams::greedy(),
-        stop: StopRules {
-            max_tokens: prompt.generated_ids.len() as u32,
-            min_tokens: 0,
-            stop_token_ids: vec![],
-        },
-        logprobs: None,
-        prompt_logprobs: None,
-        deadline: None,
-        traceparent: None,
-        events,
-    };
-    handle.submit(request).unwrap();
-    receiver
-}
-
-/// Tokens until the sequence is finished; panics when it fails.
-fn tokens(mut events: mpsc::UnboundedReceiver<SequenceEvent>) -> Vec<u32> {
-    let mut tokens = Vec::new();
-    loop {
-        match events.blocking_recv().expect("a last event") {
-            SequenceEvent::Token(token) => tokens.push(token.id),
-            SequenceEvent::PromptLogprobs(_) => {}
-            SequenceEvent::Finished { .. } => return tokens,
-            SequenceEvent::Failed(error) => panic!("{error}"),
-        }
-    }
-}
-
 fn check(name: &str, serving: Serving) -> Arc<EngineMetrics> {
     let folder = fixtures().join("tiny").join(name);
     let model_config = ModelConfig::load(&folder).unwrap();
     let weights = Weights::open(&folder, &model_config, Kind::Float).unwrap();
-    let config = serving.config;
-    let mut model = AttentionModel::load(&model_config, &weights, config.max_model_len).unwrap();
-    if serving.gate == GatePlacement::Attention {
-        model.load_gates(&weights).unwrap();
-    }
-    let cache =
-        KvCache::new(&model_config, config.num_blocks as usize, config.block_size, Kind::Float).unwrap();
-    let attention = CachedAttention::new(model, cache).unwrap();
-    let ffn = DirectFfn::load(&model_config, &weights, serving.num_shards, serving.gate);
-    let (handle, thread) =
-        spawn(config, attention, Box::new(ffn), Doorbell::default(), Arc::default()).unwrap();
+    let running = Running::start(&model_config, &weights, serving.config, serving.num_shards, serving.gate);
 
     let expected = fixtures().join("expected").join(format!("{name}.json"));
     let expected: Expected = serde_json::from_slice(&std::fs::read(expected).unwrap()).unwrap();
+    let submit = |prompt: &Prompt| {
+        let max_tokens = prompt.generated_ids.len() as u32;
+        running.submit(&prompt.id, &prompt.input_ids, max_tokens, SamplingParams::greedy())
+    };
     for round in 0..serving.rounds {
-        let running: Vec<_> = expected.prompts.iter().map(|prompt| submit(&handle, prompt)).collect();
-        for (prompt, events) in expected.prompts.iter().zip(running) {
+        let events: Vec<_> = expected.prompts.iter().map(submit).collect();
+        for (prompt, events) in expected.prompts.iter().zip(events) {
             assert_eq!(tokens(events), prompt.generated_ids, "{name}, prompt {}, round {round}", prompt.id);
         }
     }
-    handle.drain(Instant::now() + Duration::from_secs(60));
-    thread.join().unwrap().unwrap();
-    assert_eq!(handle.metrics().kv_blocks_used.get(), 0);
-    Arc::clone(handle.metrics())
+    running.end()
 }
 
 fn config() -> EngineConfig {
