@@ -1,6 +1,8 @@
 //! attention-svc: reads its command line and does what it says.
 use std::process::ExitCode;
+use std::time::Duration;
 
+use afd_common::telemetry::{KeyValue, OtlpError, OtlpSettings};
 use attention_svc::cli::{Cli, Command};
 use attention_svc::config::{ServeArgs, ServeConfig};
 use attention_svc::serve::Server;
@@ -11,6 +13,8 @@ use tokio::signal::unix::{SignalKind, signal};
 const USAGE: u8 = 2;
 /// It was right, and it did not work.
 const FAILURE: u8 = 1;
+/// Time for the last spans to be sent.
+const FLUSH_LIMIT: Duration = Duration::from_secs(3);
 
 fn main() -> ExitCode {
     // Before anything else: libgomp reads its waiting policy before main.
@@ -38,13 +42,17 @@ fn main() -> ExitCode {
 }
 
 async fn serve(args: ServeArgs) -> ExitCode {
-    let config = match ServeConfig::new(args) {
+    let mut config = match ServeConfig::new(args) {
         Ok(config) => config,
         Err(error) => return fail(USAGE, error),
     };
     if let Err(error) = afd_common::telemetry::logs::init(&config.log) {
         return fail(USAGE, error);
     }
+    if let Err(error) = export_traces(&mut config) {
+        return fail(USAGE, error);
+    }
+    let spans = config.trace.spans.clone();
     let stop = match stop_signal() {
         Ok(stop) => stop,
         Err(error) => return fail(FAILURE, error),
@@ -53,10 +61,28 @@ async fn serve(args: ServeArgs) -> ExitCode {
         Ok(server) => server.run(stop).await,
         Err(error) => Err(error),
     };
+    // Blocks, for at most the limit.
+    let _ = tokio::task::spawn_blocking(move || spans.flush(FLUSH_LIMIT)).await;
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(if error.is_usage() { USAGE } else { FAILURE }, error),
     }
+}
+
+/// Follows the standard `OTEL_*` variables: without an endpoint among them nothing is recorded.
+fn export_traces(config: &mut ServeConfig) -> Result<(), OtlpError> {
+    let Some(settings) = OtlpSettings::from_vars("attention-svc", |name| std::env::var(name).ok())? else {
+        return Ok(());
+    };
+    config.trace.sampling = settings.sampling;
+    config.trace.spans = settings.start([
+        KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+        KeyValue::new("service.namespace", config.ffn.deployment.clone()),
+        KeyValue::new("service.instance.id", format!("A{}-{}", config.ffn.rank, std::process::id())),
+        KeyValue::new("afd.role", "attention"),
+        KeyValue::new("afd.rank", i64::from(config.ffn.rank)),
+    ])?;
+    Ok(())
 }
 
 /// Resolves when the process is told to end.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use afd_common::telemetry::TraceContext;
 use tokio::sync::mpsc;
 
 /// Names one running sequence; made by the engine's handle, never reused in a process.
@@ -26,10 +27,19 @@ pub struct SequenceRequest {
     pub prompt_logprobs: Option<u8>,
     /// When the caller stops waiting.
     pub deadline: Option<Instant>,
-    /// W3C trace context the request came with.
-    pub traceparent: Option<String>,
+    /// The request's trace, when it is recorded.
+    pub trace: Option<Box<SequenceTrace>>,
     /// Where events go. Bounded by what one sequence can produce; a closed receiver aborts the sequence.
     pub events: mpsc::UnboundedSender<SequenceEvent>,
+}
+
+/// A recorded request as its sequences see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SequenceTrace {
+    /// The request's own span, which the spans of its sequences are children of.
+    pub request: TraceContext,
+    /// Whether every step that serves it is to be recorded hop by hop.
+    pub hops: bool,
 }
 
 /// How tokens are chosen; every field checked by the API.

@@ -9,7 +9,7 @@ use afd_common::config::file::{self, FileError};
 use afd_common::config::units::Span;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
-use afd_common::telemetry::{LogConfig, LogFormat};
+use afd_common::telemetry::{LogConfig, LogFormat, SpanSink};
 
 use crate::hop_queue::MAX_STAGES;
 use crate::session::handshake::JoinToken;
@@ -77,6 +77,9 @@ pub struct ServeOptions {
     /// A level, or levels by module: info, or warn,ffn_svc=debug [default: info]
     #[arg(long, value_name = "FILTER")]
     pub log_level: Option<String>,
+    /// For looking at a slow rank, never for use: every batch takes so much longer, for example 5ms [default: 0]
+    #[arg(long, value_name = "TIME")]
+    pub inject_delay: Option<Span>,
     /// TOML file with any of these options; the command line wins
     #[arg(long, value_name = "FILE.toml")]
     #[serde(skip)]
@@ -135,6 +138,10 @@ pub struct Config {
     pub join_token: Option<JoinToken>,
     /// How to log.
     pub log: LogConfig,
+    /// Added to the time of every batch.
+    pub inject_delay: Duration,
+    /// Where spans go: the environment's, and `main` sets it.
+    pub spans: SpanSink,
 }
 
 /// Why options are refused: one line that names the option.
@@ -203,6 +210,8 @@ impl ServeOptions {
                 format: given.log_format.unwrap_or(log.format),
                 filter: given.log_level.unwrap_or(log.filter),
             },
+            inject_delay: given.inject_delay.map_or(Duration::ZERO, |span| span.0),
+            spans: SpanSink::off(),
         };
         config.check()?;
         Ok(config)

@@ -3,13 +3,15 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use afd_common::net::Listener;
-use afd_common::telemetry::{Metrics, logs};
+use afd_common::telemetry::{KeyValue, Metrics, OtlpError, OtlpSettings, logs};
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 use ffn_svc::config::{Config, ConfigError, ServeOptions};
 use ffn_svc::{probe, rank};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+/// Time for the last spans to be sent.
+const FLUSH_LIMIT: Duration = Duration::from_secs(3);
 /// Threads of the control plane; the engine has its own.
 const CONTROL_THREADS: usize = 2;
 
@@ -39,7 +41,11 @@ fn main() -> ExitCode {
         Err(error) => {
             eprintln!("ffn-svc: {error:#}");
             // Another command line would have helped: the code that clap ends with too.
-            if error.is::<ConfigError>() { ExitCode::from(2) } else { ExitCode::FAILURE }
+            if error.is::<ConfigError>() || error.is::<OtlpError>() {
+                ExitCode::from(2)
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
 }
@@ -58,10 +64,32 @@ fn serve(options: ServeOptions) -> anyhow::Result<()> {
         .thread_name("control")
         .enable_all()
         .build()?;
-    let result = runtime.block_on(run(config));
+    let result = runtime.block_on(async {
+        let config = export_traces(config)?;
+        let spans = config.spans.clone();
+        let result = run(config).await;
+        // Blocks, for at most the limit.
+        let _ = tokio::task::spawn_blocking(move || spans.flush(FLUSH_LIMIT)).await;
+        result
+    });
     // Nothing that is left may hold up the end.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
+}
+
+/// Follows the standard `OTEL_*` variables: without an endpoint among them nothing is recorded.
+fn export_traces(mut config: Config) -> Result<Config, OtlpError> {
+    if let Some(settings) = OtlpSettings::from_vars("ffn-svc", |name| std::env::var(name).ok())? {
+        config.spans = settings.start([
+            KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+            KeyValue::new("service.namespace", config.deployment.clone()),
+            KeyValue::new("service.instance.id", format!("F{}-{}", config.rank, std::process::id())),
+            KeyValue::new("afd.role", "ffn"),
+            KeyValue::new("afd.rank", i64::from(config.rank)),
+            KeyValue::new("afd.shard", i64::from(config.shard.index())),
+        ])?;
+    }
+    Ok(config)
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {

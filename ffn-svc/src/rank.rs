@@ -111,7 +111,12 @@ pub async fn start(
         max_rows: config.max_tokens_per_stage,
         max_batch_rows: config.max_tokens_per_stage,
         metrics: EngineMetrics::new(metrics)?,
+        inject_delay: config.inject_delay,
     };
+    if !config.inject_delay.is_zero() {
+        tracing::warn!(delay = ?config.inject_delay, "this rank is slowed down on purpose (--inject-delay)");
+    }
+    config.spans.count(metrics)?;
     let engine = engine::spawn(model, options)?;
     let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     let settings = Settings {
@@ -132,6 +137,7 @@ pub async fn start(
         },
         lease: config.lease,
         attach_timeout: ATTACH_TIMEOUT,
+        spans: config.spans.clone(),
     };
     Ok(Server::start(listener, engine, settings, metrics, Health::default()).await?)
 }

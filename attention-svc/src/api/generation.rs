@@ -11,6 +11,7 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use super::Api;
 use super::error::ApiError;
 use super::prompt::PromptSource;
+use super::request_span::{Incoming, RequestSpan};
 use super::running::Registered;
 use super::validate::Checked;
 use crate::request::{
@@ -32,8 +33,10 @@ pub struct Plan {
     pub checked: Checked,
     /// When the caller stops waiting.
     pub deadline: Option<Instant>,
-    /// W3C trace context.
-    pub traceparent: Option<String>,
+    /// What its headers say about tracing.
+    pub trace: Incoming,
+    /// What is done, as `gen_ai.operation.name`: "chat" or "text_completion".
+    pub operation: &'static str,
 }
 
 /// What one event of one sequence adds to the answer.
@@ -62,6 +65,10 @@ pub struct Generation {
     deadline: Option<Instant>,
     started: Instant,
     registered: Registered,
+    /// When the request is recorded.
+    span: Option<RequestSpan>,
+    /// Continuations per prompt.
+    n: usize,
 }
 
 struct Sequence {
@@ -81,6 +88,28 @@ impl Generation {
     /// [`ApiError`]; nothing runs then.
     pub async fn start(api: Arc<Api>, plan: Plan) -> Result<Self, ApiError> {
         let started = Instant::now();
+        let mut span = RequestSpan::begin(&api.tracing, &plan, &api.model.name, started);
+        let outcome = Self::start_recorded(api, plan, started, &mut span).await;
+        match outcome {
+            Ok(mut generation) => {
+                generation.span = span;
+                Ok(generation)
+            }
+            Err(error) => {
+                if let Some(span) = &mut span {
+                    span.handle_failed(&error);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn start_recorded(
+        api: Arc<Api>,
+        plan: Plan,
+        started: Instant,
+        span: &mut Option<RequestSpan>,
+    ) -> Result<Self, ApiError> {
         let name: Arc<str> = plan.request_id.into();
         if let super::Readiness::Draining | super::Readiness::Dead(_) = *api.readiness.borrow() {
             return Err(SequenceError::ShuttingDown.into());
@@ -90,6 +119,9 @@ impl Generation {
         let mut prompts = Vec::with_capacity(plan.prompts.len());
         for prompt in plan.prompts {
             prompts.push(api.prompt_ids(prompt, plan.prompt_param).await?);
+        }
+        if let Some(span) = span {
+            span.handle_tokenized();
         }
         let stops: Vec<_> = prompts
             .iter()
@@ -103,6 +135,8 @@ impl Generation {
             deadline: plan.deadline,
             started,
             registered,
+            span: None,
+            n: plan.checked.n,
             name,
             api,
         };
@@ -117,13 +151,16 @@ impl Generation {
                     logprobs: plan.checked.logprobs,
                     prompt_logprobs: plan.checked.prompt_logprobs,
                     deadline: plan.deadline,
-                    traceparent: plan.traceparent.clone(),
+                    trace: span.as_ref().map(|span| Box::new(span.of_sequence())),
                     events,
                 };
                 // On an error, dropping what was submitted before aborts it.
                 let output =
                     OutputText::new(Arc::clone(&generation.api.text.tokenizer), plan.checked.output.clone());
                 generation.submit(request, output, receiver)?;
+                if let Some(span) = span {
+                    span.handle_submitted();
+                }
             }
         }
         Ok(generation)
@@ -185,7 +222,13 @@ impl Generation {
                         let stopped = self.sequences.iter().position(|s| !s.done && s.stopped);
                         return Some(match stopped {
                             Some(index) if !waits_for_text => Ok(self.last_of_stopped(index, None)),
-                            _ => Err(self.late()),
+                            _ => {
+                                let late = self.late();
+                                if let Some(span) = &mut self.span {
+                                    span.handle_failed(&late);
+                                }
+                                Err(late)
+                            }
                         });
                     }
                 },
@@ -209,6 +252,9 @@ impl Generation {
             if let Err(error) = &update {
                 self.api.counts.failed(error.code());
                 tracing::warn!(request_id = %self.name, %error, "request failed");
+                if let Some(span) = &mut self.span {
+                    span.handle_failed(error);
+                }
             }
             return Some(update);
         }
@@ -242,7 +288,7 @@ impl Generation {
         }
         if let Some((reason, usage)) = update.finished {
             sequence.done = true;
-            self.log(index, reason, usage);
+            self.handle_end(index, reason, usage);
         }
         Ok(update)
     }
@@ -260,12 +306,19 @@ impl Generation {
             cached_tokens,
         };
         sequence.done = true;
-        self.log(index, FinishReason::Stop, usage);
+        self.handle_end(index, FinishReason::Stop, usage);
         let finished = Some((FinishReason::Stop, usage));
         Update { index, text: String::new(), token: None, prompt_logprobs: None, finished }
     }
 
-    fn log(&self, index: usize, reason: FinishReason, usage: Usage) {
+    /// A sequence has ended well: counts it, logs it, and ends the request's span with the last one.
+    fn handle_end(&mut self, index: usize, reason: FinishReason, usage: Usage) {
+        if let Some(span) = &mut self.span {
+            span.handle_finished(reason_name(reason), usage, index.is_multiple_of(self.n));
+        }
+        if self.sequences.iter().all(|s| s.done) {
+            self.span = None;
+        }
         let elapsed = self.started.elapsed();
         self.api.counts.finished(reason_name(reason));
         self.api.counts.usage(usage, elapsed);

@@ -22,12 +22,14 @@ mod metrics;
 pub mod openai;
 pub mod prompt;
 pub mod readiness;
+pub mod request_span;
 mod router;
 mod running;
 pub mod validate;
 
 pub use engine::Engine;
 pub use readiness::Readiness;
+pub use request_span::RequestTracing;
 pub use router::router;
 
 use crate::text::Text;
@@ -95,6 +97,7 @@ pub struct Api {
     running: Running,
     counts: ApiMetrics,
     metrics: Metrics,
+    tracing: RequestTracing,
     /// Seconds since the Unix epoch.
     started: u64,
 }
@@ -115,6 +118,8 @@ pub struct ApiParts {
     pub ffn_peers: FfnPeers,
     /// Metrics of the process; `/metrics` shows all of them.
     pub metrics: Metrics,
+    /// Which requests are recorded, and where their spans go.
+    pub tracing: RequestTracing,
 }
 
 impl Api {
@@ -134,6 +139,7 @@ impl Api {
             running: Running::default(),
             counts,
             metrics: parts.metrics,
+            tracing: parts.tracing,
             started: unix_seconds(),
         }))
     }

@@ -120,6 +120,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILTER", help_heading = "Logs")]
     pub log_level: Option<String>,
 
+    /// Share of the steps whose every hop is recorded, 0 to 1, while OTEL_EXPORTER_OTLP_ENDPOINT is set [default: 0.01]
+    #[arg(long, value_name = "RATIO", help_heading = "Traces")]
+    pub trace_hops_ratio: Option<f64>,
+
     /// TOML file with these options under the same names; the command line wins
     #[arg(long, value_name = "FILE")]
     #[serde(skip)]

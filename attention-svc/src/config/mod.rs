@@ -7,7 +7,7 @@ use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
 use afd_common::config::units::ByteSize;
 use afd_common::identity::GatePlacement;
-use afd_common::telemetry::LogConfig;
+use afd_common::telemetry::{LogConfig, Sampling, SpanSink};
 
 mod args;
 mod choices;
@@ -54,6 +54,19 @@ pub struct ServeConfig {
     pub drain_timeout: Duration,
     /// Logs.
     pub log: LogConfig,
+    /// Traces.
+    pub trace: TraceConfig,
+}
+
+/// What is recorded, and where it goes: `spans` and `sampling` are the environment's, and `main` sets them.
+#[derive(Clone, Debug, Default)]
+pub struct TraceConfig {
+    /// To a collector, or nowhere.
+    pub spans: SpanSink,
+    /// Which requests.
+    pub sampling: Sampling,
+    /// Share of the steps whose every hop is recorded, 0 to 1.
+    pub hops_ratio: f64,
 }
 
 /// The checkpoint.
@@ -149,6 +162,10 @@ impl ServeConfig {
             log: LogConfig {
                 format: args.log_format.unwrap_or_default(),
                 filter: args.log_level.unwrap_or_else(|| "info".into()),
+            },
+            trace: match args.trace_hops_ratio.unwrap_or(0.01) {
+                hops_ratio @ 0.0..=1.0 => TraceConfig { hops_ratio, ..TraceConfig::default() },
+                other => return refuse("--trace-hops-ratio", format!("is {other}; must be 0 to 1")),
             },
         })
     }

@@ -2,6 +2,7 @@
 use std::time::Instant;
 
 use super::handle::Queued;
+use super::trace::SequenceSpans;
 use crate::request::{SequenceEvent, SequenceRequest, TokenLogprobs};
 use crate::sampler::SequenceSampler;
 
@@ -9,6 +10,8 @@ pub(super) struct Active {
     pub(super) request: SequenceRequest,
     pub(super) sampler: SequenceSampler,
     pub(super) submitted: Instant,
+    /// When the request is recorded.
+    pub(super) spans: Option<Box<SequenceSpans>>,
     /// Its place in the queue, until it first runs.
     queued: Option<Queued>,
     /// One entry per prompt token, when asked for and not told yet.
@@ -21,7 +24,16 @@ impl Active {
         let sampler = SequenceSampler::new(params, request.stop.clone(), &request.prompt, rand::random());
         let num_prompt_logprobs = if request.prompt_logprobs.is_some() { request.prompt.len() } else { 0 };
         let prompt_logprobs = vec![None; num_prompt_logprobs];
-        Self { request, sampler, submitted: now, queued: Some(queued), prompt_logprobs }
+        let spans = request.trace.as_deref().map(|trace| Box::new(SequenceSpans::new(*trace, now)));
+        Self { request, sampler, submitted: now, spans, queued: Some(queued), prompt_logprobs }
+    }
+
+    /// It runs for the first time.
+    pub(super) fn handle_admitted(&mut self, now: Instant) {
+        self.leave_queue();
+        if let Some(spans) = &mut self.spans {
+            spans.handle_admitted(now);
+        }
     }
 
     /// It runs for the first time, or ends: its place in the queue is free again.

@@ -136,6 +136,9 @@ fn use_row(
     }
     active.sampler.commit(token);
     active.tell_prompt_logprobs();
+    if let Some(spans) = &mut active.spans {
+        spans.handle_token();
+    }
     active.tell(SequenceEvent::Token(ChosenToken { id: token, logprobs: told }));
     Ok(Some(token))
 }

@@ -1,6 +1,7 @@
 //! What an engine is made with.
 use std::time::Duration;
 
+use super::EngineTracing;
 use crate::scheduler::{SchedulerLimits, StageRules};
 
 /// Sizes and rules of one engine. [`EngineConfig::check`] says whether they fit together.
@@ -24,6 +25,8 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// How long sequences wait for an FFN that is not ready, or was lost and did not come back, before they fail.
     pub ffn_loss_timeout: Duration,
+    /// What is recorded for traces.
+    pub tracing: EngineTracing,
 }
 
 impl Default for EngineConfig {
@@ -38,6 +41,7 @@ impl Default for EngineConfig {
             stages: StageRules::default(),
             prefix_cache: true,
             ffn_loss_timeout: Duration::from_secs(30),
+            tracing: EngineTracing::default(),
         }
     }
 }

@@ -1,7 +1,11 @@
 //! The seam between attention and the FFN role: what the engine asks of whatever stands behind it (remote shards over
 //! links, or the FFN model in the same process). Rows go out in [`FfnPort::dispatch`] and come back, through the
 //! layer's FFN, in [`FfnPort::combine`]. Nothing here schedules, samples or knows a request.
-use afd_common::ids::{HopKey, StepId};
+use std::time::Instant;
+
+use afd_common::ids::{Epoch, HopKey, StepId};
+use afd_common::link::LinkKind;
+use afd_common::telemetry::TraceContext;
 use tch::Tensor;
 
 use crate::scheduler::Phase;
@@ -41,6 +45,11 @@ pub trait FfnPort: Send {
     /// The step is over, well or not.
     fn end_step(&mut self, step: StepId);
 
+    /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace). Good until the next step.
+    fn hop_records(&self) -> &[HopRecord] {
+        &[]
+    }
+
     /// Whether every shard has a warm rank. The engine schedules nothing while this is false.
     fn ready(&self) -> bool;
 
@@ -58,10 +67,35 @@ pub struct StepOutline {
     pub phase: Phase,
     /// Rows of each stage, at least 1 each.
     pub stage_rows: Vec<usize>,
-    /// W3C trace context: the request's when it is alone in the step.
-    pub traceparent: Option<String>,
-    /// Whether the step's hops are to be recorded as spans.
-    pub sampled: bool,
+    /// The step's own span, when its hops are to be recorded as children of it.
+    pub trace: Option<TraceContext>,
+}
+
+/// Times of one hop's way to one shard and back.
+#[derive(Clone, Copy, Debug)]
+pub struct HopRecord {
+    /// Which hop.
+    pub key: HopKey,
+    /// To which shard.
+    pub shard: u32,
+    /// Rows of it.
+    pub rows: u32,
+    /// How it travelled.
+    pub link: LinkKind,
+    /// On which life of the link.
+    pub epoch: Epoch,
+    /// Times it was sent, at least 1.
+    pub sends: u8,
+    /// The hop began to be dispatched.
+    pub begun: Instant,
+    /// A link had first taken it.
+    pub sent: Instant,
+    /// The engine began to wait for the hop.
+    pub combine_begun: Option<Instant>,
+    /// The answer was here.
+    pub arrived: Option<Instant>,
+    /// The answers of all shards were here.
+    pub combined: Option<Instant>,
 }
 
 /// What travels with the rows of a hop, as the layer's description asks.

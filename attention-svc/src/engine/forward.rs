@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use afd_common::ids::{HopKey, LayerIdx, StageIdx, StepId};
 use tch::Tensor;
 
+use super::trace::AttendRecord;
 use super::{AttentionError, AttentionPort, FfnLoss, FfnPort};
 use crate::request::SequenceError;
 use crate::scheduler::Stage;
@@ -25,6 +26,14 @@ pub(super) struct ForwardTimes {
     pub(super) ffn_wait: Duration,
 }
 
+impl ForwardTimes {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.attention += other.attention;
+        self.dispatch += other.dispatch;
+        self.ffn_wait += other.ffn_wait;
+    }
+}
+
 /// Why a stage stopped.
 enum Stop {
     /// This stage's rows are at fault; the other stages go on.
@@ -38,6 +47,7 @@ struct Pass<'a, A: AttentionPort> {
     attention: &'a mut A,
     ffn: &'a mut dyn FfnPort,
     times: &'a mut ForwardTimes,
+    attends: Option<&'a mut Vec<AttendRecord>>,
 }
 
 /// A stage on its way through the layers.
@@ -47,7 +57,7 @@ struct Flight<P> {
     residual: Option<Tensor>,
 }
 
-/// Runs all stages through all layers.
+/// Runs all stages through all layers. Fills `attends` when the step is recorded.
 ///
 /// # Errors
 /// [`FfnLoss`] (never `Rejected`, which is an outcome of its stage) when the step as a whole is lost.
@@ -57,9 +67,10 @@ pub(super) fn forward<A: AttentionPort>(
     step: StepId,
     stages: &[Stage],
     times: &mut ForwardTimes,
+    attends: Option<&mut Vec<AttendRecord>>,
 ) -> Result<StageOutcomes, FfnLoss> {
     let num_layers = attention.num_layers();
-    let mut pass = Pass { step, attention, ffn, times };
+    let mut pass = Pass { step, attention, ffn, times, attends };
     let mut flights: Vec<Result<Flight<A::Prepared>, SequenceError>> =
         stages.iter().map(|stage| pass.take_off(stage)).collect();
     for layer in (0..num_layers).map(LayerIdx) {
@@ -93,17 +104,22 @@ impl<A: AttentionPort> Pass<'_, A> {
 
     /// One layer of one stage: collects the FFN's answer for the layer before, attends, sends the rows on.
     fn layer(&mut self, hop: HopKey, flight: &mut Flight<A::Prepared>, stage: &Stage) -> Result<(), Stop> {
-        let x = match hop.layer {
-            LayerIdx(0) => self.attention.embed(&stage.batch.input_ids).map_err(at_fault)?,
-            LayerIdx(layer) => self.land(HopKey { layer: LayerIdx(layer - 1), ..hop }, flight)?,
+        let (start, x) = match hop.layer {
+            LayerIdx(0) => (Instant::now(), self.attention.embed(&stage.batch.input_ids).map_err(at_fault)?),
+            LayerIdx(layer) => {
+                let x = self.land(HopKey { layer: LayerIdx(layer - 1), ..hop }, flight)?;
+                (Instant::now(), x)
+            }
         };
-        let start = Instant::now();
         let attended = self.attention.attend(hop.layer, x, &flight.prepared).map_err(at_fault)?;
         let side = self
             .attention
             .side_tensors(hop.layer, &attended.ffn_in, &stage.batch.input_ids)
             .map_err(at_fault)?;
         let attended_at = Instant::now();
+        if let Some(attends) = &mut self.attends {
+            attends.push(AttendRecord { hop, begun: start, ended: attended_at });
+        }
         self.ffn.dispatch(hop, &attended.ffn_in, &side).map_err(lost)?;
         self.times.attention += attended_at - start;
         self.times.dispatch += attended_at.elapsed();

@@ -2,7 +2,8 @@
 //! stands between the scheduler, which says what to run, and the sampler, which chooses from the logits.
 //!
 //! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `forward` (the
-//! layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens to events).
+//! layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens to events). Beside them, `trace`
+//! records what is wanted of it.
 mod active;
 mod attention_port;
 mod cached_attention;
@@ -16,11 +17,13 @@ mod run;
 #[cfg(test)]
 mod tests;
 mod thread;
+mod trace;
 
 pub use attention_port::{AttentionError, AttentionPort};
 pub use cached_attention::CachedAttention;
 pub use config::{EngineConfig, EngineConfigError};
-pub use ffn_port::{FfnLoss, FfnPort, SideTensors, StepOutline};
+pub use ffn_port::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};
 pub use thread::{EngineDeath, EngineStartError, spawn};
+pub use trace::EngineTracing;

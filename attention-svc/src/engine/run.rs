@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use super::active::Active;
 use super::forward::{ForwardTimes, StageOutcomes, forward};
 use super::handle::Command;
+use super::trace::{StepRecorder, StepTrace};
 use super::{
     AttentionPort, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss, FfnPort, StepOutline,
 };
@@ -37,6 +38,7 @@ pub(super) struct Engine<A: AttentionPort> {
     pub(super) commands: Receiver<Command>,
     pub(super) state: Arc<watch::Sender<EngineState>>,
     bell: Doorbell,
+    recorder: StepRecorder,
     last_step: StepId,
     /// Set while the FFN cannot be used.
     loss: Option<Loss>,
@@ -61,6 +63,8 @@ impl<A: AttentionPort> Engine<A> {
     ) -> Self {
         let pool = BlockPool::new(config.num_blocks, config.block_size, config.prefix_cache);
         metrics.kv_blocks_total.set(pool.num_total());
+        let recorder =
+            StepRecorder::new(config.tracing.clone(), attention.num_layers(), config.stages.max_stages);
         Self {
             scheduler: Scheduler::new(config.limits(), pool),
             config,
@@ -72,6 +76,7 @@ impl<A: AttentionPort> Engine<A> {
             commands,
             state,
             bell,
+            recorder,
             last_step: StepId(0),
             loss: None,
         }
@@ -181,11 +186,12 @@ impl<A: AttentionPort> Engine<A> {
         let start = Instant::now();
         let Some(step) = self.scheduler.schedule() else { return Ok(false) };
         for id in &step.admitted {
-            self.sequences.get_mut(id).into_iter().for_each(Active::leave_queue);
+            self.sequences.get_mut(id).into_iter().for_each(|active| active.handle_admitted(start));
         }
         let stages = self.scheduler.stages(&step, &self.config.stages);
         self.last_step = StepId(self.last_step.0 + 1);
-        let outline = self.outline(&step, &stages);
+        let trace = self.record(&step);
+        let outline = self.outline(&step, &stages, trace.as_ref());
         let span = tracing::debug_span!(
             "step",
             step = outline.step.0,
@@ -198,38 +204,67 @@ impl<A: AttentionPort> Engine<A> {
         self.metrics.steps.add(1);
         self.metrics.schedule_us.add_time(start.elapsed());
 
-        let outcomes = self.run_layers(&outline, &stages);
+        let mut times = ForwardTimes::default();
+        let outcomes = self.run_layers(&outline, &stages, &mut times);
+        self.note_step(&step, &times, trace.as_ref());
+        let lost = outcomes.as_ref().err().map(FfnLoss::to_string);
         match outcomes {
             Ok(outcomes) => self.finish_step(&stages, outcomes),
             Err(FfnLoss::Fatal { what }) => return Err(EngineDeath(what)),
             Err(loss) => self.lose_step(&step, start, loss),
         }
+        if let Some(trace) = trace {
+            let hops = self.ffn.hop_records();
+            self.recorder.end(&trace, &outline, start, &times, hops, lost.as_deref());
+        }
         self.metrics.step_us.add_time(start.elapsed());
         Ok(true)
     }
 
-    fn outline(&self, step: &Step, stages: &[Stage]) -> StepOutline {
-        let traceparent = match &step.items[..] {
-            [alone] => {
-                self.sequences.get(&alone.sequence).and_then(|active| active.request.traceparent.clone())
+    /// Whether, and as part of which trace, a step is recorded hop by hop.
+    fn record(&mut self, step: &Step) -> Option<StepTrace> {
+        if !self.recorder.spans.is_on() {
+            return None;
+        }
+        let Self { recorder, sequences, .. } = self;
+        let recorded = step.items.iter().filter_map(|item| sequences.get(&item.sequence)?.spans.as_deref());
+        recorder.begin(step.items.len(), recorded)
+    }
+
+    /// Adds what a step cost to the traces of the requests that it served.
+    fn note_step(&mut self, step: &Step, times: &ForwardTimes, trace: Option<&StepTrace>) {
+        if !self.recorder.spans.is_on() {
+            return;
+        }
+        let link = trace.and_then(StepTrace::to_link);
+        for item in &step.items {
+            let active = self.sequences.get_mut(&item.sequence);
+            if let Some(spans) = active.and_then(|active| active.spans.as_mut()) {
+                spans.handle_step(times, link);
             }
-            _ => None,
-        };
+        }
+    }
+
+    fn outline(&self, step: &Step, stages: &[Stage], trace: Option<&StepTrace>) -> StepOutline {
         StepOutline {
             step: self.last_step,
             phase: step.phase(),
             stage_rows: stages.iter().map(|stage| stage.batch.input_ids.len()).collect(),
-            sampled: traceparent.as_deref().is_some_and(|traceparent| traceparent.ends_with("-01")),
-            traceparent,
+            trace: trace.map(|trace| trace.context),
         }
     }
 
-    fn run_layers(&mut self, outline: &StepOutline, stages: &[Stage]) -> Result<StageOutcomes, FfnLoss> {
-        let mut times = ForwardTimes::default();
-        let ffn = &mut *self.ffn;
+    fn run_layers(
+        &mut self,
+        outline: &StepOutline,
+        stages: &[Stage],
+        times: &mut ForwardTimes,
+    ) -> Result<StageOutcomes, FfnLoss> {
+        let (ffn, attention) = (&mut *self.ffn, &mut self.attention);
+        let attends = outline.trace.is_some().then_some(&mut self.recorder.attends);
         let outcomes = ffn
             .begin_step(outline)
-            .and_then(|()| forward(&mut self.attention, ffn, outline.step, stages, &mut times));
+            .and_then(|()| forward(attention, ffn, outline.step, stages, times, attends));
         ffn.end_step(outline.step);
         self.metrics.attention_us.add_time(times.attention);
         self.metrics.dispatch_us.add_time(times.dispatch);
@@ -281,21 +316,29 @@ impl<A: AttentionPort> Engine<A> {
 
     /// Ends a sequence well. Nothing happens when it has already ended.
     pub(super) fn finish(&mut self, id: SequenceId, reason: FinishReason) {
-        let Some((active, usage)) = self.take_out(id) else { return };
+        let Some((mut active, usage)) = self.take_out(id) else { return };
         let count = match reason {
             FinishReason::Stop => &self.metrics.finished_stop,
             FinishReason::Length => &self.metrics.finished_length,
             FinishReason::Cancelled => &self.metrics.finished_cancelled,
         };
         count.add(1);
+        self.end_spans(&mut active, usage, None);
         active.tell(SequenceEvent::Finished { reason, usage });
     }
 
     /// Ends a sequence with an error.
     pub(super) fn fail(&mut self, id: SequenceId, error: SequenceError) {
-        let Some((active, _)) = self.take_out(id) else { return };
+        let Some((mut active, usage)) = self.take_out(id) else { return };
         self.metrics.failed.add(1);
+        self.end_spans(&mut active, usage, Some(&error));
         active.tell(SequenceEvent::Failed(error));
+    }
+
+    fn end_spans(&self, active: &mut Active, usage: Usage, error: Option<&SequenceError>) {
+        if let Some(spans) = active.spans.take() {
+            spans.end(&self.recorder.spans, usage, error.map(SequenceError::to_string).as_deref());
+        }
     }
 
     fn fail_all(&mut self, error: &SequenceError) {

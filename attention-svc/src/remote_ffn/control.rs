@@ -210,6 +210,7 @@ async fn session(
         max_rows: link.limits().max_rows,
         link,
         control: Some(control),
+        hop_seconds: None,
         draining: false,
     };
     shared.tell(EdgeEvent::Up(edge));

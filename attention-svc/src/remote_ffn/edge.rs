@@ -10,6 +10,7 @@ use afd_common::frame::RowType;
 use afd_common::ids::Shard;
 use afd_common::link::HopLink;
 use afd_common::proto::v1;
+use afd_common::telemetry::metrics::Histogram;
 use tokio::sync::mpsc;
 
 use super::hop_table::EdgeId;
@@ -30,6 +31,8 @@ pub struct Edge {
     pub link: Box<dyn HopLink>,
     /// The way to its control task; none in the monolithic mode.
     pub control: Option<EdgeControl>,
+    /// Where the times of its hops are counted; set when the engine takes it in.
+    pub hop_seconds: Option<Histogram>,
     /// It said that it is about to stop: used only while nothing else serves its shard.
     pub draining: bool,
 }

@@ -97,6 +97,14 @@ impl<P> HopTable<P> {
         waits.min_by_key(|(_, since_us)| *since_us)
     }
 
+    /// Since when a part has waited on an edge, if it does.
+    pub fn waiting_since(&self, key: HopKey, shard: usize) -> Option<u64> {
+        match self.find(key)?.parts.get(shard)?.state {
+            PartState::Waiting { since_us, .. } => Some(since_us),
+            _ => None,
+        }
+    }
+
     /// Frames that an edge has not answered.
     pub fn in_flight(&self, on: EdgeId) -> usize {
         let parts = self.hops.iter().flat_map(|hop| &hop.parts);

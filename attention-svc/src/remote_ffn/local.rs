@@ -54,6 +54,7 @@ pub fn connect(
         max_rows,
         link: Box::new(here),
         control: None,
+        hop_seconds: None,
         draining: false,
     };
     // The port that would receive it is being built by the caller: it cannot be gone.

@@ -14,4 +14,5 @@ pub mod kept;
 pub mod local;
 pub mod outstanding;
 pub mod port;
+pub mod recorder;
 pub mod stats;

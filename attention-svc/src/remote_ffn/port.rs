@@ -15,11 +15,12 @@ use tch::Tensor;
 
 use super::edge::{Edge, EdgeEvent};
 use super::edges::Edges;
-use super::hop_table::{EdgeId, MAX_SENDS};
+use super::hop_table::{Arrival, EdgeId, MAX_SENDS};
 use super::kept::Kept;
 use super::outstanding::{Outstanding, row_kind};
+use super::recorder::HopRecorder;
 use super::stats::FfnStats;
-use crate::engine::{FfnLoss, FfnPort, SideTensors, StepOutline};
+use crate::engine::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 use crate::scheduler::Phase;
 
 /// What stays the same for the life of the process.
@@ -47,6 +48,7 @@ pub struct RemoteFfn {
     edges: Edges,
     hops: Outstanding,
     announced: Option<Announced>,
+    recorder: HopRecorder,
     started: Instant,
     /// Since when some shard has had no rank.
     bereft_since: Option<Instant>,
@@ -64,8 +66,8 @@ impl RemoteFfn {
         stats: Arc<FfnStats>,
     ) -> Self {
         let edges = Edges::new(settings.rank);
-        let (hops, bereft_since) = (Outstanding::default(), Some(started));
-        Self { settings, bell, events, edges, hops, announced: None, started, bereft_since, stats }
+        let (hops, recorder, bereft_since) = (Outstanding::default(), HopRecorder::default(), Some(started));
+        Self { settings, bell, events, edges, hops, announced: None, recorder, started, bereft_since, stats }
     }
 
     // ---- edges come and go
@@ -84,12 +86,15 @@ impl RemoteFfn {
         }
     }
 
-    fn handle_up(&mut self, edge: Edge) {
+    fn handle_up(&mut self, mut edge: Edge) {
+        edge.hop_seconds = self.stats.hop_seconds_of(edge.link.limits().kind);
+        self.stats.links.handle_up(edge.link.as_ref());
         let (peer, shard, link) = (Arc::clone(&edge.peer), edge.shard, edge.link.limits().kind);
         match self.edges.adopt(edge) {
             Ok(()) => tracing::info!(%peer, %shard, %link, "FFN rank joined"),
             Err((edge, why)) => {
                 tracing::error!(%peer, %shard, why, "FFN rank does not fit");
+                self.stats.links.handle_down(edge.link.as_ref());
                 edge.abandon(&why);
             }
         }
@@ -100,6 +105,7 @@ impl RemoteFfn {
         if let Some(edge) = self.edges.remove(id) {
             let replays = self.hops.table.handle_loss(id);
             self.stats.handle_loss(replays);
+            self.stats.links.handle_down(edge.link.as_ref());
             tracing::warn!(peer = %edge.peer, shard = %edge.shard, replays, why, "FFN rank lost");
             edge.abandon(why);
             self.note_readiness();
@@ -135,6 +141,7 @@ impl RemoteFfn {
                         announced.tell(edge, &self.stats);
                     }
                     let (id, now_us) = (edge.id, self.started.elapsed().as_micros() as u64);
+                    self.recorder.handle_sent(part.key, part.shard, kept.num_rows, edge, part.sends);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
                 }
                 Err(error @ LinkError::BadFrame { .. }) => {
@@ -168,8 +175,16 @@ impl RemoteFfn {
                 match edge.link.poll_recv() {
                     Ok(None) => break,
                     Ok(Some(frame)) => {
+                        let (hop, shard) = (frame.header.hop, edge.shard.index() as usize);
+                        let sent_us = self.hops.table.waiting_since(hop, shard);
                         match self.hops.handle_frame(edge, &frame, self.settings.hidden_size) {
-                            Ok(arrival) => self.stats.handle_arrival(arrival),
+                            Ok(arrival) => {
+                                if arrival == Arrival::Accepted {
+                                    self.recorder.handle_arrival(hop, shard);
+                                    observe(edge, sent_us, self.started);
+                                }
+                                self.stats.handle_arrival(arrival);
+                            }
                             Err(why) => return Some((edge.id, why)),
                         }
                     }
@@ -238,10 +253,12 @@ impl FfnPort for RemoteFfn {
             announced.tell(edge, &self.stats);
         }
         self.announced = Some(announced);
+        self.recorder.begin_step(outline.trace.is_some());
         Ok(())
     }
 
     fn dispatch(&mut self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<(), FfnLoss> {
+        self.recorder.handle_dispatch();
         let kept = Kept::new(hop, rows, side, self.settings.rows)
             .map_err(|error| FfnLoss::Fatal { what: format!("{hop}: {error}") })?;
         self.stats.handle_dispatch(kept.num_rows);
@@ -251,6 +268,7 @@ impl FfnPort for RemoteFfn {
 
     fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss> {
         let begun = Instant::now();
+        self.recorder.handle_wait(hop, begun);
         loop {
             let seen = self.bell.count();
             self.handle_events();
@@ -260,6 +278,7 @@ impl FfnPort for RemoteFfn {
             }
             if let Some(parts) = self.hops.take(hop) {
                 self.stats.handle_combine(begun.elapsed());
+                self.recorder.handle_complete(hop);
                 return self.add_up(parts);
             }
             self.send_unsent()?;
@@ -285,6 +304,10 @@ impl FfnPort for RemoteFfn {
         self.announced = None;
     }
 
+    fn hop_records(&self) -> &[HopRecord] {
+        self.recorder.hops()
+    }
+
     fn ready(&self) -> bool {
         self.edges.is_complete()
     }
@@ -292,6 +315,14 @@ impl FfnPort for RemoteFfn {
     fn idle(&mut self) {
         self.handle_events();
         self.poll_links();
+    }
+}
+
+/// Counts how long an answer of `edge` took that was sent for at `sent_us` on the engine's clock.
+fn observe(edge: &Edge, sent_us: Option<u64>, started: Instant) {
+    if let (Some(seconds), Some(sent_us)) = (&edge.hop_seconds, sent_us) {
+        let now_us = started.elapsed().as_micros() as u64;
+        seconds.observe(now_us.saturating_sub(sent_us) as f64 / 1e6);
     }
 }
 
@@ -326,8 +357,8 @@ fn step_plan(outline: &StepOutline) -> v1::StepPlan {
         step_id: outline.step.0,
         padded_tokens: outline.stage_rows.iter().map(|rows| *rows as u32).collect(),
         phase: phase.into(),
-        traceparent: outline.traceparent.clone().unwrap_or_default(),
-        sampled: outline.sampled,
+        traceparent: outline.trace.map(|trace| trace.to_string()).unwrap_or_default(),
+        sampled: outline.trace.is_some(),
         ..v1::StepPlan::default()
     }
 }

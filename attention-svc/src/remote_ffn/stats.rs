@@ -1,7 +1,11 @@
 //! What the way to the FFN counts, as plain atomics: written by the engine thread, read by `/metrics` and `/health`.
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use afd_common::link::LinkKind;
+use afd_common::link::book::LinkBook;
+use afd_common::telemetry::metrics::{Histogram, HistogramVec};
 use tokio::sync::watch;
 
 use super::hop_table::Arrival;
@@ -27,6 +31,10 @@ pub struct FfnStats {
     pub dropped_unknown: AtomicU64,
     /// Answers of an edge that the part was no longer waiting on.
     pub dropped_stale: AtomicU64,
+    /// From a part's sending to its answer, by kind of link; where somebody looks.
+    pub hop_seconds: OnceLock<HistogramVec>,
+    /// What went over the links.
+    pub links: Arc<LinkBook>,
 }
 
 impl FfnStats {
@@ -56,6 +64,11 @@ impl FfnStats {
     pub(super) fn handle_loss(&self, replays: usize) {
         self.losses.fetch_add(1, Relaxed);
         self.replays.fetch_add(replays as u64, Relaxed);
+    }
+
+    /// Where an edge of this kind counts its hops.
+    pub(super) fn hop_seconds_of(&self, kind: LinkKind) -> Option<Histogram> {
+        Some(self.hop_seconds.get()?.with_label_values(&[&kind.to_string()]))
     }
 
     pub(super) fn handle_plan_dropped(&self) {

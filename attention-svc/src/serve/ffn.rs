@@ -81,7 +81,7 @@ fn local_engine(loaded: &Loaded, gate: GatePlacement, max_rows: u32) -> Result<F
         FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate).map_err(|e| failed(&e))?;
     // Its numbers are not shown: in this mode there is no FFN rank to look at.
     let metrics = FfnEngineMetrics::new(&Metrics::new())?;
-    let options = EngineOptions { max_rows, max_batch_rows: max_rows, metrics };
+    let options = EngineOptions { max_rows, max_batch_rows: max_rows, metrics, inject_delay: Duration::ZERO };
     ffn_svc::engine::spawn(model, options).map_err(|e| failed(&e))
 }
 

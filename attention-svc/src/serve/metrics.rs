@@ -2,8 +2,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use afd_common::link::book::LinkBook;
 use afd_common::net::NetStats;
-use afd_common::telemetry::metrics::{ReadKind, Sample};
+use afd_common::telemetry::metrics::{ReadKind, SECONDS, Sample};
 use afd_common::telemetry::{MetricError, Metrics};
 
 use crate::api::FfnPeers;
@@ -68,7 +69,7 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
     })
 }
 
-/// The way to the FFN.
+/// The way to the FFN. To be called before the engine starts: links that are up earlier count no latencies.
 pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> Result<(), MetricError> {
     let show = |name: &str, help: &str, scale: f64, read: fn(&FfnStats) -> &AtomicU64| {
         let stats = Arc::clone(stats);
@@ -81,6 +82,11 @@ pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> 
     show("afd_ffn_losses_total", "FFN ranks lost.", 1.0, |s| &s.losses)?;
     show("afd_hop_replays_total", "Parts of hops sent again.", 1.0, |s| &s.replays)?;
     show("afd_plans_dropped_total", "Plans that did not fit a queue.", 1.0, |s| &s.plans_dropped)?;
+    let help = "From a hop's sending to one shard's answer, by kind of link.";
+    let hop_seconds = metrics.histograms("afd_hop_seconds", help, &["kind"], &SECONDS)?;
+    // Registered twice it would have been refused above.
+    let _ = stats.hop_seconds.set(hop_seconds);
+    LinkBook::show(&stats.links, metrics)?;
     let dropped = Arc::clone(stats);
     let help = "Answers that were not used, by why.";
     metrics.read_when_asked(ReadKind::Counter, "afd_frames_dropped_total", help, &["reason"], move || {

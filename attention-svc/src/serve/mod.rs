@@ -124,11 +124,12 @@ impl Server {
         let engine_config = loaded.engine_config(&config);
         let engine_metrics = Arc::default();
         let stats = Arc::clone(&way.stats);
+        metrics::ffn(&metrics, &stats, ffn.peers())?;
         let (engine, engine_thread) =
             engine::spawn(engine_config, loaded.attention, Box::new(way.port), way.bell, engine_metrics)?;
         metrics::engine(&metrics, engine.metrics())?;
-        metrics::ffn(&metrics, &stats, ffn.peers())?;
         metrics::port(&metrics, &listener.stats())?;
+        config.trace.spans.count(&metrics)?;
 
         let (readiness, readiness_receiver) = watch::channel(Readiness::Waiting("FFN ranks".into()));
         let api = Api::new(ApiParts {
@@ -139,6 +140,10 @@ impl Server {
             readiness: readiness_receiver,
             ffn_peers: ffn.peers(),
             metrics,
+            tracing: api::RequestTracing {
+                spans: config.trace.spans.clone(),
+                sampling: config.trace.sampling,
+            },
         })?;
         let router = api::router(api, tonic::service::Routes::default())?;
         let stop_port = CancellationToken::new();

@@ -8,7 +8,7 @@ use afd_common::weights::Weights;
 use super::ServeError;
 use crate::api::ServedModel;
 use crate::config::{CapacityConfig, KvPlan, LoadFormat, ModelSource, ServeConfig, available_memory};
-use crate::engine::{CachedAttention, EngineConfig};
+use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};
 use crate::text::{Text, TokenizerFile};
 
@@ -110,6 +110,7 @@ impl Loaded {
             stages: capacity.stages,
             prefix_cache: capacity.prefix_cache,
             ffn_loss_timeout: config.ffn.loss_timeout,
+            tracing: EngineTracing { spans: config.trace.spans.clone(), hops_ratio: config.trace.hops_ratio },
         }
     }
 

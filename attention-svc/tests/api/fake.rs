@@ -9,7 +9,7 @@ use afd_common::net::{Listener, Options};
 use afd_common::proto::v1;
 use afd_common::telemetry::Metrics;
 use attention_svc::api::validate::{ModelLimits, SamplingDefaults};
-use attention_svc::api::{self, Api, ApiLimits, ApiParts, Engine, Readiness, ServedModel};
+use attention_svc::api::{self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedModel};
 use attention_svc::request::{
     ChosenToken, FinishReason, SequenceError, SequenceEvent, SequenceId, SequenceRequest, TokenLogprobs,
     Usage,
@@ -196,6 +196,7 @@ impl Server {
             readiness: readiness_receiver,
             ffn_peers: Arc::new(Vec::new),
             metrics: Metrics::new(),
+            tracing: RequestTracing::default(),
         })
         .unwrap();
         let router = api::router(api, tonic::service::Routes::default()).unwrap();

@@ -11,6 +11,7 @@ use crate::frame::{FrameHeader, FrameLimits};
 use crate::ids::Epoch;
 
 pub mod attach;
+pub mod book;
 #[doc(hidden)]
 pub mod contract;
 mod credits;

@@ -3,10 +3,14 @@
 //!
 //! A step is over when the last layer of every planned stage has been served; without a plan, or with fewer stages than
 //! planned, when a hop of a later step begins. What nobody collects is bounded and the oldest is given up.
+//!
+//! A plan says whether its step is recorded, and its hops may be here first: they travel another way. So, where traces are
+//! exported at all, the times of a step without a plan are kept until its plan comes, in buffers that are used again.
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
 
-use afd_common::ids::{HopKey, LayerIdx, StepId};
+use afd_common::ids::{Epoch, HopKey, LayerIdx, StepId};
+use afd_common::telemetry::TraceContext;
 use tokio::sync::Notify;
 
 /// Steps under way at once, planned ones included.
@@ -15,6 +19,12 @@ const MAX_OPEN: usize = 16;
 const MAX_FINISHED: usize = 64;
 /// Hops whose times are kept, per step.
 const MAX_TIMINGS: usize = 4096;
+/// Steps that are over, whose plan may still come and want their times.
+const MAX_UNCLAIMED: usize = 8;
+/// Recorded steps that nobody took yet.
+const MAX_TRACED: usize = 64;
+/// Stages that a buffer is made for at first.
+const USUAL_STAGES: usize = 2;
 
 /// Times of one served hop, microseconds since the Unix epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +33,12 @@ pub struct HopTimes {
     pub key: HopKey,
     /// Its rows.
     pub rows: u32,
+    /// Rows of the batch it was computed in.
+    pub batch_rows: u32,
+    /// Hops of that batch.
+    pub batch_hops: u32,
+    /// On which life of the link it came.
+    pub epoch: Epoch,
     /// When the engine saw it.
     pub arrived_us: u64,
     /// When its batch began to be computed.
@@ -58,16 +74,32 @@ pub struct StepAccount {
     last_layer_hops: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Planned {
-    stages: u32,
-    profile: bool,
+/// What an accepted plan says about the account of its step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Planned {
+    /// Stages of the step.
+    pub stages: u32,
+    /// Whether the times of its hops are to be reported.
+    pub profile: bool,
+    /// The step's own span, when its hops are to be recorded as children of it.
+    pub trace: Option<TraceContext>,
+}
+
+/// A recorded step, or a part of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TracedStep {
+    /// The step's own span.
+    pub trace: TraceContext,
+    /// Times of its hops.
+    pub hops: Vec<HopTimes>,
 }
 
 /// See the module's head. Shared by a session's links and its control stream.
 #[derive(Debug)]
 pub struct StepAccounts {
     num_layers: u16,
+    /// Whether steps may be recorded.
+    records: bool,
     book: Mutex<Book>,
     finished: Notify,
 }
@@ -78,12 +110,22 @@ struct Book {
     open: VecDeque<StepAccount>,
     finished: VecDeque<StepAccount>,
     last_begun: Option<HopKey>,
+    /// Times of steps that ended without a plan, oldest first.
+    unclaimed: VecDeque<(StepId, Vec<HopTimes>)>,
+    traced: VecDeque<TracedStep>,
+    /// Empty buffers.
+    spare: Vec<Vec<HopTimes>>,
 }
 
 impl StepAccounts {
-    /// For a model of `num_layers` layers.
-    pub fn new(num_layers: u16) -> Self {
-        Self { num_layers, book: Mutex::default(), finished: Notify::new() }
+    /// For a model of `num_layers` layers. `records` says whether traces are exported.
+    pub fn new(num_layers: u16, records: bool) -> Self {
+        let mut book = Book::default();
+        if records {
+            let buffer = || Vec::with_capacity(usize::from(num_layers) * USUAL_STAGES);
+            book.spare.resize_with(MAX_UNCLAIMED + 2, buffer);
+        }
+        Self { num_layers, records, book: Mutex::new(book), finished: Notify::new() }
     }
 
     /// The last hop that began; `None` before the first.
@@ -97,9 +139,23 @@ impl StepAccounts {
     }
 
     /// A plan came, or a newer revision of it.
-    pub fn handle_plan(&self, step: StepId, stages: u32, profile: bool) {
+    pub fn handle_plan(&self, step: StepId, plan: Planned) {
+        let plan = Planned { trace: plan.trace.filter(|_| self.records), ..plan };
         let mut book = self.lock();
-        book.account(step).plan = Some(Planned { stages, profile });
+        if let Some(at) = book.unclaimed.iter().position(|(unclaimed, _)| *unclaimed == step) {
+            // It came after its step was over.
+            if let Some((_, hops)) = book.unclaimed.remove(at) {
+                book.trace(plan.trace, hops);
+                self.finished.notify_one();
+            }
+            return;
+        }
+        let account = book.account(step);
+        account.plan = Some(plan);
+        if plan.trace.is_none() && !plan.profile {
+            let hops = std::mem::take(&mut account.hops);
+            book.recycle(hops);
+        }
         self.close_finished(&mut book, step);
     }
 
@@ -133,16 +189,22 @@ impl StepAccounts {
     /// A hop was served.
     pub fn handle_served(&self, times: &HopTimes) {
         let mut book = self.lock();
+        let mut spare = std::mem::take(&mut book.spare);
         let account = book.account(times.key.step);
         account.num_hops += 1;
         account.num_rows += u64::from(times.rows);
         account.queue_us += times.started_us.saturating_sub(times.arrived_us);
         account.compute_us += times.finished_us.saturating_sub(times.started_us);
         account.send_us += times.sent_us.saturating_sub(times.finished_us);
-        if account.plan.is_some_and(|plan| plan.profile) && account.hops.len() < MAX_TIMINGS {
+        let kept = account.plan.map_or(self.records, |plan| plan.profile || plan.trace.is_some());
+        if kept && account.hops.len() < MAX_TIMINGS {
+            if account.hops.capacity() == 0 {
+                account.hops = spare.pop().unwrap_or_default();
+            }
             account.hops.push(*times);
         }
         account.last_layer_hops += u32::from(times.key.layer.0 + 1 == self.num_layers);
+        book.spare = spare;
         self.close_finished(&mut book, times.key.step);
     }
 
@@ -159,7 +221,18 @@ impl StepAccounts {
         self.lock().finished.pop_front()
     }
 
-    /// Waits until [`take_finished`](Self::take_finished) may have something. One task may wait.
+    /// The oldest recorded step that was not taken yet.
+    pub fn take_traced(&self) -> Option<TracedStep> {
+        self.lock().traced.pop_front()
+    }
+
+    /// Gives the buffer of a recorded step back.
+    pub fn recycle(&self, step: TracedStep) {
+        self.lock().recycle(step.hops);
+    }
+
+    /// Waits until [`take_finished`](Self::take_finished) or [`take_traced`](Self::take_traced) may have something. One
+    /// task may wait.
     pub async fn wait_finished(&self) {
         self.finished.notified().await;
     }
@@ -201,11 +274,46 @@ impl Book {
         &mut self.open[at]
     }
 
-    fn finish(&mut self, account: StepAccount) {
+    fn finish(&mut self, mut account: StepAccount) {
+        let hops = std::mem::take(&mut account.hops);
+        match account.plan {
+            Some(Planned { profile: true, trace, .. }) => {
+                account.hops = hops.clone();
+                self.trace(trace, hops);
+            }
+            Some(plan) => self.trace(plan.trace, hops),
+            None if hops.is_empty() => self.recycle(hops),
+            None => {
+                if self.unclaimed.len() == MAX_UNCLAIMED
+                    && let Some((_, hops)) = self.unclaimed.pop_front()
+                {
+                    self.recycle(hops);
+                }
+                self.unclaimed.push_back((account.step, hops));
+            }
+        }
         if self.finished.len() == MAX_FINISHED {
             self.finished.pop_front();
         }
         self.finished.push_back(account);
+    }
+
+    /// Keeps the times of a step for whoever makes spans of them, if it is recorded.
+    fn trace(&mut self, trace: Option<TraceContext>, hops: Vec<HopTimes>) {
+        let Some(trace) = trace.filter(|_| !hops.is_empty()) else { return self.recycle(hops) };
+        if self.traced.len() == MAX_TRACED
+            && let Some(oldest) = self.traced.pop_front()
+        {
+            self.recycle(oldest.hops);
+        }
+        self.traced.push_back(TracedStep { trace, hops });
+    }
+
+    fn recycle(&mut self, mut hops: Vec<HopTimes>) {
+        if hops.capacity() > 0 && self.spare.len() < MAX_UNCLAIMED + 2 {
+            hops.clear();
+            self.spare.push(hops);
+        }
     }
 }
 
@@ -217,19 +325,33 @@ mod tests {
 
     const LAYERS: u16 = 2;
 
+    fn plan(stages: u32) -> Planned {
+        Planned { stages, ..Planned::default() }
+    }
+
     /// Whether it was planned.
     fn serve(accounts: &StepAccounts, step: u64, layer: u16, stage: u8) -> bool {
         let key = FrameHeader::key(step, layer, stage);
         let planned = accounts.handle_begin(key);
-        let times = HopTimes { key, rows: 3, arrived_us: 10, started_us: 15, finished_us: 35, sent_us: 36 };
+        let times = HopTimes {
+            key,
+            rows: 3,
+            batch_rows: 3,
+            batch_hops: 1,
+            epoch: Epoch(1),
+            arrived_us: 10,
+            started_us: 15,
+            finished_us: 35,
+            sent_us: 36,
+        };
         accounts.handle_served(&times);
         planned
     }
 
     #[test]
     fn a_planned_step_is_over_after_the_last_layer_of_all_its_stages() {
-        let accounts = StepAccounts::new(LAYERS);
-        accounts.handle_plan(StepId(4), 2, false);
+        let accounts = StepAccounts::new(LAYERS, false);
+        accounts.handle_plan(StepId(4), plan(2));
         for (layer, stage) in [(0, 0), (0, 1), (1, 0)] {
             assert!(serve(&accounts, 4, layer, stage));
             assert_eq!(accounts.take_finished(), None);
@@ -245,7 +367,7 @@ mod tests {
 
     #[test]
     fn without_a_plan_the_next_step_ends_the_one_before() {
-        let accounts = StepAccounts::new(LAYERS);
+        let accounts = StepAccounts::new(LAYERS, false);
         assert!(!serve(&accounts, 1, 0, 0));
         serve(&accounts, 1, 1, 0);
         assert_eq!(accounts.take_finished(), None);
@@ -259,9 +381,9 @@ mod tests {
 
     #[test]
     fn a_profile_keeps_every_hop_and_a_late_plan_still_counts() {
-        let accounts = StepAccounts::new(LAYERS);
+        let accounts = StepAccounts::new(LAYERS, false);
         serve(&accounts, 1, 0, 0);
-        accounts.handle_plan(StepId(1), 1, true);
+        accounts.handle_plan(StepId(1), Planned { profile: true, ..plan(1) });
         serve(&accounts, 1, 1, 0);
         let account = accounts.take_finished().unwrap();
         assert_eq!(account.hops.len(), 1, "from the plan on");
@@ -269,10 +391,48 @@ mod tests {
     }
 
     #[test]
+    fn a_recorded_step_is_whole_however_late_its_plan_comes_and_buffers_come_back() {
+        let trace = Some(TraceContext::root(&mut rand::rng(), true));
+        let recorded = Planned { trace, ..plan(1) };
+        for plan_after in 0..=3 {
+            let accounts = StepAccounts::new(LAYERS, true);
+            let num_spare = accounts.lock().spare.len();
+            let mut hops = [(1, 0), (1, 1), (2, 0)].into_iter();
+            for at in 0..=3 {
+                if at == plan_after {
+                    accounts.handle_plan(StepId(1), recorded);
+                }
+                if let Some((step, layer)) = hops.next() {
+                    serve(&accounts, step, layer, 0);
+                }
+            }
+            let step = accounts.take_traced().unwrap();
+            let layers: Vec<_> = step.hops.iter().map(|hop| (hop.key.step.0, hop.key.layer.0)).collect();
+            assert_eq!((layers, Some(step.trace)), (vec![(1, 0), (1, 1)], trace), "after {plan_after} hops");
+            accounts.recycle(step);
+            accounts.handle_plan(StepId(2), plan(1));
+            serve(&accounts, 2, 1, 0);
+            assert_eq!(accounts.take_traced(), None, "step 2 is not recorded");
+            assert_eq!(accounts.lock().spare.len(), num_spare);
+        }
+    }
+
+    #[test]
+    fn without_an_exporter_no_times_are_kept() {
+        let accounts = StepAccounts::new(LAYERS, false);
+        serve(&accounts, 1, 0, 0);
+        let trace = Some(TraceContext::root(&mut rand::rng(), true));
+        accounts.handle_plan(StepId(1), Planned { trace, ..plan(1) });
+        serve(&accounts, 1, 1, 0);
+        assert_eq!(accounts.take_traced(), None);
+        assert!(accounts.take_finished().unwrap().hops.is_empty());
+    }
+
+    #[test]
     fn withdrawn_and_forgotten_steps_leave_nothing() {
-        let accounts = StepAccounts::new(LAYERS);
+        let accounts = StepAccounts::new(LAYERS, false);
         for step in 0..100 {
-            accounts.handle_plan(StepId(step), 1, false);
+            accounts.handle_plan(StepId(step), plan(1));
         }
         assert_eq!(accounts.lock().open.len(), MAX_OPEN);
         accounts.handle_cancel(StepId(99));
@@ -288,7 +448,7 @@ mod tests {
 
     #[test]
     fn the_first_failure_of_a_step_is_kept() {
-        let accounts = StepAccounts::new(LAYERS);
+        let accounts = StepAccounts::new(LAYERS, false);
         accounts.handle_begin(FrameHeader::key(1, 0, 0));
         accounts.handle_failed(StepId(1), 3, "first");
         accounts.handle_failed(StepId(1), 13, "second");

@@ -1,5 +1,11 @@
 //! Numbers of the engine. Its thread only adds to atomics.
-use afd_common::telemetry::metrics::{Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, SECONDS};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use afd_common::link::book::LinkBook;
+use afd_common::telemetry::metrics::{
+    Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, ReadKind, SECONDS, Sample,
+};
 use afd_common::telemetry::{MetricError, Metrics};
 
 const ROWS: [f64; 13] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 16384.0];
@@ -27,11 +33,13 @@ pub struct EngineMetrics {
     /// Handing a result to its link.
     pub send_seconds: Histogram,
     /// Time spent computing and sending, microseconds; its rate is the busy ratio.
-    pub busy_us: IntCounter,
+    pub busy_us: Arc<AtomicU64>,
     /// Hops that wait or are being computed.
     pub unanswered: IntGauge,
     /// Links in use, by kind.
     pub links: IntGaugeVec,
+    /// What went over them.
+    pub book: Arc<LinkBook>,
 }
 
 impl EngineMetrics {
@@ -41,6 +49,16 @@ impl EngineMetrics {
     /// When a name is taken there.
     pub fn new(metrics: &Metrics) -> Result<Self, MetricError> {
         let seconds = |name: &str, help: &str| metrics.histogram(name, help, &SECONDS);
+        let (busy_us, book) = (Arc::<AtomicU64>::default(), Arc::<LinkBook>::default());
+        let busy = Arc::clone(&busy_us);
+        metrics.read_when_asked(
+            ReadKind::Counter,
+            "afd_ffn_busy_seconds_total",
+            "Time spent computing and sending; its rate is the busy ratio.",
+            &[],
+            move || vec![Sample { labels: Vec::new(), value: busy.load(Relaxed) as f64 / 1e6 }],
+        )?;
+        LinkBook::show(&book, metrics)?;
         Ok(Self {
             hops: metrics.counter("afd_ffn_hops_total", "Hops served.")?,
             rows: metrics.counter("afd_ffn_rows_total", "Rows served.")?,
@@ -59,8 +77,8 @@ impl EngineMetrics {
             queue_seconds: seconds("afd_ffn_queue_seconds", "From a hop's arrival to its batch.")?,
             compute_seconds: seconds("afd_ffn_compute_seconds", "Computing a batch.")?,
             send_seconds: seconds("afd_ffn_send_seconds", "Handing a result to its link.")?,
-            busy_us: metrics
-                .counter("afd_ffn_busy_us_total", "Time spent computing and sending, microseconds.")?,
+            busy_us,
+            book,
             unanswered: metrics.gauge("afd_ffn_hops_unanswered", "Hops that wait or are being computed.")?,
             links: metrics.gauges("afd_ffn_links", "Links in use, by kind.", &["kind"])?,
         })

@@ -8,6 +8,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use afd_common::frame::FrameHeader;
 use afd_common::link::{Doorbell, HopLink};
@@ -24,7 +25,7 @@ mod staging;
 mod tests;
 mod worker;
 
-pub use accounts::{HopTimes, StepAccount, StepAccounts};
+pub use accounts::{HopTimes, Planned, StepAccount, StepAccounts, TracedStep};
 pub use hop_error::HopError;
 pub use metrics::EngineMetrics;
 pub use stage_model::{LayerInputs, StageModel, StageSpec};
@@ -38,6 +39,8 @@ pub struct EngineOptions {
     pub max_batch_rows: u32,
     /// Where its numbers go.
     pub metrics: EngineMetrics,
+    /// Added to the time that every batch takes; zero but for looking at a rank that is slow.
+    pub inject_delay: Duration,
 }
 
 /// Links of one session, so that they can be ended together.
@@ -130,7 +133,7 @@ impl EngineHandle {
 
     /// Serves a link that belongs to no session, for the life of the engine.
     pub fn adopt(&self, link: Box<dyn HopLink>) {
-        let accounts = Arc::new(StepAccounts::new(self.spec.layers.len() as u16));
+        let accounts = Arc::new(StepAccounts::new(self.spec.layers.len() as u16, false));
         self.adopt_for(link, accounts, SessionTag(0));
     }
 

@@ -70,8 +70,12 @@ fn bench(shard: Shard, gated: bool) -> Bench {
     let (sender, batches) = mpsc::channel();
     let model = Multiplier { spec, gate: gated.then_some(gate), batches: sender };
     let metrics = Metrics::new();
-    let options =
-        EngineOptions { max_rows: 8, max_batch_rows: 16, metrics: EngineMetrics::new(&metrics).unwrap() };
+    let options = EngineOptions {
+        max_rows: 8,
+        max_batch_rows: 16,
+        metrics: EngineMetrics::new(&metrics).unwrap(),
+        inject_delay: Duration::ZERO,
+    };
     Bench { engine: spawn(model, options).unwrap(), batches, open_gate, metrics }
 }
 
@@ -159,7 +163,7 @@ impl Caller {
 }
 
 fn accounts() -> Arc<StepAccounts> {
-    Arc::new(StepAccounts::new(3))
+    Arc::new(StepAccounts::new(3, false))
 }
 
 fn key(step: u64, layer: u16, stage: u8) -> HopKey {
@@ -266,7 +270,7 @@ fn closing_a_session_ends_its_links_only_and_says_why() {
 fn accounts_say_what_a_step_cost() {
     let bench = bench(Shard::WHOLE, false);
     let account = accounts();
-    account.handle_plan(StepId(5), 2, true);
+    account.handle_plan(StepId(5), Planned { stages: 2, profile: true, trace: None });
     let mut a = bench.caller(1, &account);
     a.dispatch(key(5, 0, 0), &[1.0, 1.0]);
     a.combine();

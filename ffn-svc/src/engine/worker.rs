@@ -1,5 +1,6 @@
 //! The engine thread's loop: hear commands, poll links, queue hops, run a batch, send what came of it.
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::frame::{FrameHeader, FrameKind, SideKind};
@@ -163,6 +164,7 @@ impl<M: StageModel> Worker<M> {
         self.next_source += 1;
         tracing::info!(peer = %link.limits().peer, kind = %link.limits().kind, epoch = link.limits().epoch.0, "link up");
         self.metrics().links.with_label_values(&[&link.limits().kind.to_string()]).inc();
+        self.metrics().book.handle_up(link.as_ref());
         self.queue.open(id);
         self.sources.push(Source { id, link, accounts, session, failed_hops: 0 });
     }
@@ -190,6 +192,7 @@ impl<M: StageModel> Worker<M> {
             "link down"
         );
         self.dropped.clear();
+        self.options.metrics.book.handle_down(source.link.as_ref());
         self.options.metrics.links.with_label_values(&[&limits.kind.to_string()]).dec();
     }
 
@@ -241,6 +244,9 @@ impl<M: StageModel> Worker<M> {
             {
                 self.metrics().unplanned.inc();
             }
+        }
+        if !self.options.inject_delay.is_zero() {
+            std::thread::sleep(self.options.inject_delay);
         }
         match self.compute(layer, &batch) {
             Ok(output) => self.send_all(&mut batch, output.as_ref(), started_us),
@@ -311,6 +317,8 @@ impl<M: StageModel> Worker<M> {
         self.note_batch(batch, started_us, finished_us);
         let row_bytes = self.spec.hidden_size * self.spec.combine().bytes();
         let mut before_us = finished_us;
+        let batch_hops = batch.len() as u32;
+        let batch_rows = batch.iter().map(|hop| hop.rows).sum();
         for hop in batch.drain(..) {
             let (slice, behind) = rest.split_at(hop.rows as usize * row_bytes);
             rest = behind;
@@ -325,6 +333,9 @@ impl<M: StageModel> Worker<M> {
                 source.accounts.handle_served(&HopTimes {
                     key,
                     rows,
+                    batch_rows,
+                    batch_hops,
+                    epoch: source.link.limits().epoch,
                     arrived_us,
                     started_us,
                     finished_us,
@@ -332,7 +343,7 @@ impl<M: StageModel> Worker<M> {
                 });
             }
         }
-        self.metrics().busy_us.inc_by(before_us.saturating_sub(started_us));
+        self.metrics().busy_us.fetch_add(before_us.saturating_sub(started_us), Relaxed);
     }
 
     fn note_batch(&self, batch: &[QueuedHop<Waiting>], started_us: u64, finished_us: u64) {

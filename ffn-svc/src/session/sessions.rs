@@ -11,6 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use afd_common::ids::Epoch;
 use afd_common::link::grants::Grants;
 use afd_common::proto::{PROTOCOL_MAJOR, v1};
+use afd_common::telemetry::SpanSink;
 use rand::Rng;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -36,6 +37,8 @@ pub struct Settings {
     pub lease: Duration,
     /// A granted link must be attached within this time.
     pub attach_timeout: Duration,
+    /// Where spans of recorded steps go.
+    pub spans: SpanSink,
 }
 
 /// One attention rank's session.
@@ -153,7 +156,10 @@ impl Sessions {
             place: Place::of(&identity),
             tag: SessionTag(self.next_tag.fetch_add(1, Ordering::Relaxed)),
             agreement,
-            accounts: Arc::new(StepAccounts::new(self.engine.spec().layers.len() as u16)),
+            accounts: Arc::new(StepAccounts::new(
+                self.engine.spec().layers.len() as u16,
+                self.settings.spans.is_on(),
+            )),
             has_steps: AtomicBool::new(false),
             ended: CancellationToken::new(),
             why: OnceLock::new(),

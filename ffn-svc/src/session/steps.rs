@@ -13,7 +13,8 @@ use tonic::{Code, Status, Streaming};
 use super::plans::{PlanBook, PlanError, PlanLimits};
 use super::sessions::{Session, Sessions};
 use super::status::detailed;
-use crate::engine::{HopTimes, StepAccount};
+use super::trace;
+use crate::engine::{HopTimes, Planned, StepAccount};
 
 /// Messages that wait for a slow reader; reports beyond that stay on the session's accounts.
 pub(super) const OUT_QUEUE: usize = 64;
@@ -138,7 +139,10 @@ impl Stream<'_> {
             Some(v1::steps_request::Message::Plan(plan)) => {
                 self.book.accept(&plan)?;
                 let stages = plan.padded_tokens.len() as u32;
-                self.session.accounts.handle_plan(StepId(plan.step_id), stages, plan.profile);
+                // What is malformed is ignored, as the standard asks.
+                let trace = plan.traceparent.parse().ok().filter(|_| plan.sampled);
+                let planned = Planned { stages, profile: plan.profile, trace };
+                self.session.accounts.handle_plan(StepId(plan.step_id), planned);
                 tracing::trace!(
                     peer = %self.session.place, step = plan.step_id, revision = plan.revision,
                     traceparent = plan.traceparent, "plan"
@@ -155,8 +159,13 @@ impl Stream<'_> {
         Ok(())
     }
 
-    /// Sends what there is room for.
+    /// Makes the spans of recorded steps, and sends reports as far as there is room for them.
     fn report_finished(&mut self) {
+        let accounts = &self.session.accounts;
+        while let Some(step) = accounts.take_traced() {
+            trace::end_spans(&self.sessions.settings().spans, self.sessions.engine().spec().shard, &step);
+            accounts.recycle(step);
+        }
         while let Ok(permit) = self.out.try_reserve() {
             let Some(account) = self.session.accounts.take_finished() else { return };
             self.book.finish(account.step);

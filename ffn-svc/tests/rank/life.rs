@@ -7,7 +7,7 @@ use afd_common::ids::{LayerIdx, Shard};
 use afd_common::net::Listener;
 use afd_common::proto::v1;
 use afd_common::proto::v1::steps_response::Message;
-use afd_common::telemetry::Metrics;
+use afd_common::telemetry::{Metrics, SpanSink};
 use ffn_svc::config::ServeOptions;
 use ffn_svc::engine::{self, EngineMetrics, EngineOptions, LayerInputs, StageModel, StageSpec};
 use ffn_svc::model::Side;
@@ -163,8 +163,12 @@ impl StageModel for Mortal {
 async fn the_death_of_the_engine_ends_the_rank_with_an_error_and_tells_its_peers() {
     let config = options("tiny-llama").resolve().unwrap();
     let (listener, metrics) = (Listener::bind(config.listen).await.unwrap(), Metrics::new());
-    let options =
-        EngineOptions { max_rows: 64, max_batch_rows: 64, metrics: EngineMetrics::new(&metrics).unwrap() };
+    let options = EngineOptions {
+        max_rows: 64,
+        max_batch_rows: 64,
+        metrics: EngineMetrics::new(&metrics).unwrap(),
+        inject_delay: Duration::ZERO,
+    };
     let settings = Settings {
         identity: v1::Identity::default(),
         offer: Offer {
@@ -178,6 +182,7 @@ async fn the_death_of_the_engine_ends_the_rank_with_an_error_and_tells_its_peers
         },
         lease: Duration::from_secs(5),
         attach_timeout: Duration::from_secs(5),
+        spans: SpanSink::off(),
     };
     let engine = engine::spawn(Mortal, options).unwrap();
     let server = Server::start(listener, engine, settings, &metrics, Health::default()).await.unwrap();

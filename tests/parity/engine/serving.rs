@@ -72,7 +72,7 @@ impl Running {
             logprobs: None,
             prompt_logprobs,
             deadline: None,
-            traceparent: None,
+            trace: None,
             events,
         };
         self.handle.submit(request).unwrap();

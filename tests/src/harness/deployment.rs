@@ -43,13 +43,25 @@ pub struct DeploymentSpec {
     pub attention_args: Vec<String>,
     /// More options for every FFN rank.
     pub ffn_args: Vec<String>,
+    /// More options for single FFN ranks.
+    pub ffn_rank_args: Vec<(u32, Vec<String>)>,
+    /// Environment of every process, beside that of the test.
+    pub env: Vec<(String, String)>,
 }
 
 impl DeploymentSpec {
     /// One attention rank, in fp32, one compute thread per process.
     pub fn new(model: PathBuf, ffn: Ffn) -> Self {
-        let dtype = "float32".to_owned();
-        Self { model, attention_ranks: 1, ffn, dtype, attention_args: Vec::new(), ffn_args: Vec::new() }
+        Self {
+            model,
+            attention_ranks: 1,
+            ffn,
+            dtype: "float32".to_owned(),
+            attention_args: Vec::new(),
+            ffn_args: Vec::new(),
+            ffn_rank_args: Vec::new(),
+            env: Vec::new(),
+        }
     }
 
     /// Computing in another dtype, on both sides.
@@ -73,6 +85,18 @@ impl DeploymentSpec {
     /// With more options for every FFN rank.
     pub fn ffn_args(mut self, args: &[&str]) -> Self {
         self.ffn_args.extend(args.iter().map(|arg| (*arg).to_owned()));
+        self
+    }
+
+    /// With more options for one FFN rank.
+    pub fn ffn_rank_args(mut self, rank: u32, args: &[&str]) -> Self {
+        self.ffn_rank_args.push((rank, args.iter().map(|arg| (*arg).to_owned()).collect()));
+        self
+    }
+
+    /// With a variable in every process's environment.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push((name.to_owned(), value.to_owned()));
         self
     }
 }
@@ -144,7 +168,9 @@ impl Deployment {
         args.extend(["--rank".to_owned(), rank.to_string()]);
         args.extend(self.compute_args());
         args.extend(self.spec.ffn_args.iter().cloned());
-        Process::start("ffn-svc", &format!("F{rank}"), &args, self.folder.path())
+        let own = self.spec.ffn_rank_args.iter().filter(|(of, _)| *of == rank);
+        args.extend(own.flat_map(|(_, args)| args).cloned());
+        Process::start_in("ffn-svc", &format!("F{rank}"), &args, &self.spec.env, self.folder.path())
     }
 
     fn start_attention(&self, rank: u32) -> anyhow::Result<Process> {
@@ -161,7 +187,7 @@ impl Deployment {
         args.extend(["--rank".to_owned(), rank.to_string()]);
         args.extend(self.compute_args());
         args.extend(self.spec.attention_args.iter().cloned());
-        Process::start("attention-svc", &format!("A{rank}"), &args, self.folder.path())
+        Process::start_in("attention-svc", &format!("A{rank}"), &args, &self.spec.env, self.folder.path())
     }
 
     fn compute_args(&self) -> [String; 4] {

@@ -25,12 +25,27 @@ impl Process {
     /// # Errors
     /// When the workspace does not build or the process cannot be started.
     pub fn start(binary: &str, name: &str, args: &[String], folder: &Path) -> anyhow::Result<Self> {
+        Self::start_in(binary, name, args, &[], folder)
+    }
+
+    /// The same, with variables in its environment beside those of the test.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn start_in(
+        binary: &str,
+        name: &str,
+        args: &[String],
+        env: &[(String, String)],
+        folder: &Path,
+    ) -> anyhow::Result<Self> {
         let (log, address_file) =
             (folder.join(format!("{name}.log")), folder.join(format!("{name}.address")));
         let _ = std::fs::remove_file(&address_file);
         let output = File::options().create(true).append(true).open(&log)?;
         let child = Command::new(binaries()?.join(binary))
             .args(args)
+            .envs(env.iter().map(|(name, value)| (name, value)))
             .arg("--address-file")
             .arg(&address_file)
             .stdin(Stdio::null())

@@ -17,6 +17,7 @@ use super::error::ApiError;
 use super::generation::{Generation, Plan, Update};
 use super::openai::chat::check_role;
 use super::prompt::PromptSource;
+use super::request_span::Incoming;
 use super::validate::{FieldError, FieldNames, GenerationSpec, SamplingSpec, StopSpec};
 use super::{Api, Readiness, ids};
 use crate::request::{FinishReason, TokenLogprobs};
@@ -58,7 +59,7 @@ impl InferenceService for Face {
         let arrived = Instant::now();
         let deadline = timeout(request.metadata()).map_err(ApiError::from)?.map(|timeout| arrived + timeout);
         let headers = request.metadata().clone().into_headers();
-        let plan = plan(&self.api, request.into_inner(), deadline, ids::traceparent(&headers))?;
+        let plan = plan(&self.api, request.into_inner(), deadline, Incoming::read(&headers))?;
         let n = plan.checked.n;
         let generation = Generation::start(Arc::clone(&self.api), plan).await?;
         let streaming = Streaming { generation, api: Arc::clone(&self.api), n, ended: false };
@@ -119,7 +120,7 @@ fn plan(
     api: &Api,
     request: v1::GenerateRequest,
     deadline: Option<Instant>,
-    traceparent: Option<String>,
+    trace: Incoming,
 ) -> Result<Plan, ApiError> {
     api.check_model(Some(request.model.as_str()).filter(|name| !name.is_empty()))?;
     let request_id = match request.request_id.as_str() {
@@ -144,7 +145,8 @@ fn plan(
     };
     let checked = spec.check(&api.model.limits, FieldNames::GRPC)?;
     let (prompt, prompt_param) = prompt(request.prompt)?;
-    Ok(Plan { request_id, prompts: vec![prompt], prompt_param, checked, deadline, traceparent })
+    let operation = if prompt_param == "conversation" { "chat" } else { "text_completion" };
+    Ok(Plan { request_id, prompts: vec![prompt], prompt_param, checked, deadline, trace, operation })
 }
 
 fn prompt(prompt: Option<v1::generate_request::Prompt>) -> Result<(PromptSource, &'static str), FieldError> {

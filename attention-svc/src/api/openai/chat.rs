@@ -20,7 +20,7 @@ use crate::text::ChatMessage;
 
 /// The endpoint.
 pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Result<Response, ApiError> {
-    let Received { fields, deadline, traceparent } = receive(&api, request).await?;
+    let Received { fields, deadline, trace } = receive(&api, request).await?;
     let request = ChatRequest::read(fields)?;
     api.check_model(request.model.as_deref())?;
     let checked = request.spec.check(&api.model.limits, request.names)?;
@@ -32,7 +32,8 @@ pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Res
         prompt_param: "messages",
         checked,
         deadline,
-        traceparent,
+        trace,
+        operation: "chat",
     };
     let mut generation = Generation::start(Arc::clone(&api), plan).await?;
     let object = if request.delivery.stream { "chat.completion.chunk" } else { "chat.completion" };

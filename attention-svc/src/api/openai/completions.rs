@@ -23,7 +23,7 @@ const DEFAULT_MAX_TOKENS: u32 = 16;
 
 /// The endpoint.
 pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Result<Response, ApiError> {
-    let Received { fields, deadline, traceparent } = receive(&api, request).await?;
+    let Received { fields, deadline, trace } = receive(&api, request).await?;
     let request = CompletionRequest::read(fields)?;
     api.check_model(request.model.as_deref())?;
     let checked = request.spec.check(&api.model.limits, FieldNames::COMPLETIONS)?;
@@ -36,7 +36,8 @@ pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Res
         prompt_param: "prompt",
         checked,
         deadline,
-        traceparent,
+        trace,
+        operation: "text_completion",
     };
     let mut generation = Generation::start(Arc::clone(&api), plan).await?;
     let envelope = Envelope::new(&api, Arc::clone(generation.name()), "text_completion");

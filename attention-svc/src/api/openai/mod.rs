@@ -9,8 +9,9 @@ use serde_json::{Value, json};
 
 use super::error::ApiError;
 use super::json::Fields;
+use super::request_span::Incoming;
 use super::validate::FieldError;
-use super::{Api, body, ids};
+use super::{Api, body};
 use crate::request::Usage;
 
 pub(super) mod chat;
@@ -29,7 +30,7 @@ const TIMEOUT_HEADER: &str = "x-request-timeout-ms";
 struct Received {
     fields: Fields,
     deadline: Option<Instant>,
-    traceparent: Option<String>,
+    trace: Incoming,
 }
 
 /// Reads a request's headers and body.
@@ -39,7 +40,7 @@ async fn receive(api: &Api, request: Request) -> Result<Received, ApiError> {
     let deadline = timeout(&head.headers)?.map(|timeout| arrived + timeout);
     let bytes = body::read(&head.headers, body, api.limits.max_body_bytes).await?;
     let fields = Fields::parse(&bytes)?;
-    Ok(Received { fields, deadline, traceparent: ids::traceparent(&head.headers) })
+    Ok(Received { fields, deadline, trace: Incoming::read(&head.headers) })
 }
 
 fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, FieldError> {

@@ -140,6 +140,11 @@ impl GenerationSpec {
 }
 
 impl Checked {
+    /// The output limit, if the request has one.
+    pub fn max_tokens(&self) -> Option<u32> {
+        self.max_tokens
+    }
+
     /// The output limit for a prompt of this length.
     ///
     /// # Errors

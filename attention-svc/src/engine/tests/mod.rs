@@ -36,6 +36,7 @@ fn config() -> EngineConfig {
         stages: StageRules { max_stages: 1, ..StageRules::default() },
         prefix_cache: true,
         ffn_loss_timeout: Duration::from_secs(10),
+        tracing: EngineTracing::default(),
     }
 }
 
@@ -62,7 +63,7 @@ fn request(prompt: &[u32], max_tokens: u32) -> (SequenceRequest, Events) {
         logprobs: None,
         prompt_logprobs: None,
         deadline: None,
-        traceparent: None,
+        trace: None,
         events,
     };
     (request, receiver)
