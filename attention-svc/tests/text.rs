@@ -15,10 +15,12 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
 }
 
+/// Checkpoints whose expected values have Hugging Face's tokenizer cases: those of our own making have none.
 fn names() -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(fixtures().join("tiny"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| expected(name)["tokenizer_cases"].is_array())
         .collect();
     names.sort();
     assert!(names.len() >= 7, "{names:?}");
