@@ -180,7 +180,11 @@ fn count(metrics: &Metrics, listener: &Listener, sessions: &Arc<Sessions>) -> Re
         move || one(count() as f64),
     )?;
     let port = listener.stats();
-    metrics.read_when_asked(ReadKind::Gauge, "afd_connections", "Connections open now.", &[], move || {
-        one(port.counts().open as f64)
-    })
+    metrics.read_when_asked(
+        ReadKind::Gauge,
+        "afd_connections_open",
+        "Connections that are open.",
+        &[],
+        move || one(port.counts().open as f64),
+    )
 }

@@ -1,6 +1,7 @@
-//! What is seen of requests from outside: traces over both services, in a collector of the test's own and in a real Jaeger.
+//! What is seen of the services from outside: traces, in a collector of the test's own and in a real Jaeger, and metrics.
 mod collector;
 mod jaeger;
+mod metrics;
 mod outage;
 mod real;
 mod requests;

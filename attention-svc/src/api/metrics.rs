@@ -20,7 +20,7 @@ pub(super) struct ApiMetrics {
 
 impl ApiMetrics {
     pub(super) fn register(metrics: &Metrics) -> Result<Self, MetricError> {
-        Ok(Self {
+        let counts = Self {
             finished: metrics.counters(
                 "vllm:request_success_total",
                 "Sequences that ended well, by why.",
@@ -52,7 +52,15 @@ impl ApiMetrics {
                 "From the request to its end.",
                 &SECONDS,
             )?,
-        })
+        };
+        // There from the start, so that their first increase is one.
+        for reason in ["stop", "length", "cancelled"] {
+            counts.finished.with_label_values(&[reason]);
+        }
+        for code in ["internal_error", "ffn_unavailable", "deadline_exceeded", "shutting_down"] {
+            counts.failed.with_label_values(&[code]);
+        }
+        Ok(counts)
     }
 
     /// A sequence ended well.

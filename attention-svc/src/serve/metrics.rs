@@ -33,7 +33,7 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
         m.kv_blocks_used.get() as f64 / (m.kv_blocks_total.get() as f64).max(1.0)
     })?;
     show(Gauge, "afd_kv_blocks_used", "KV blocks in use.", |m| m.kv_blocks_used.get() as f64)?;
-    show(Gauge, "afd_kv_blocks_total", "KV blocks there are.", |m| m.kv_blocks_total.get() as f64)?;
+    show(Gauge, "afd_kv_blocks", "KV blocks there are.", |m| m.kv_blocks_total.get() as f64)?;
     show(Gauge, "afd_ffn_ready", "1 while every FFN shard has a warm rank.", |m| m.ffn_ready.get() as f64)?;
     show(Counter, "vllm:num_preemptions_total", "Times a sequence gave up its blocks.", |m| {
         m.preemptions.get() as f64

@@ -83,6 +83,23 @@ impl HopError {
         }
     }
 
+    /// All [reasons](Self::reason).
+    pub const REASONS: [&str; 13] = [
+        "duplicate",
+        "stale",
+        "layer",
+        "stage",
+        "link",
+        "columns",
+        "dtype",
+        "rows",
+        "side",
+        "body",
+        "kind",
+        "model",
+        "stopped",
+    ];
+
     /// Short name for a metric's label.
     pub fn reason(&self) -> &'static str {
         match self {

@@ -8,6 +8,8 @@ use afd_common::telemetry::metrics::{
 };
 use afd_common::telemetry::{MetricError, Metrics};
 
+use super::HopError;
+
 const ROWS: [f64; 13] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0, 16384.0];
 const HOPS: [f64; 7] = [1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0];
 
@@ -59,14 +61,19 @@ impl EngineMetrics {
             move || vec![Sample { labels: Vec::new(), value: busy.load(Relaxed) as f64 / 1e6 }],
         )?;
         LinkBook::show(&book, metrics)?;
+        let refused = metrics.counters(
+            "afd_ffn_hops_refused_total",
+            "Hops answered with an error, by reason.",
+            &["reason"],
+        )?;
+        // There from the start, so that their first increase is one.
+        for reason in HopError::REASONS {
+            refused.with_label_values(&[reason]);
+        }
         Ok(Self {
             hops: metrics.counter("afd_ffn_hops_total", "Hops served.")?,
             rows: metrics.counter("afd_ffn_rows_total", "Rows served.")?,
-            refused: metrics.counters(
-                "afd_ffn_hops_refused_total",
-                "Hops answered with an error, by reason.",
-                &["reason"],
-            )?,
+            refused,
             unplanned: metrics.counter("afd_ffn_hops_unplanned_total", "Hops that began without a plan.")?,
             batch_rows: metrics.histogram("afd_ffn_batch_rows", "Rows of a batch.", &ROWS)?,
             batch_hops: metrics.histogram(
