@@ -342,7 +342,7 @@ mod tests {
         for (text, part) in [
             ("colour = 1", "unknown field `colour`"),
             ("shard = \"2/2\"", "expected I/N"),
-            ("rank = \"x\"", "u32"),
+            ("rank = \"x\"", "`rank`"),
         ] {
             let file = file(text);
             let message = message(&["--model", "m", "--config", file.path().to_str().unwrap()]);

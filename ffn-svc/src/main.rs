@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("ffn-svc: {error:#}");
+            eprintln!("ffn-svc: {}", one_line(&error));
             // Another command line would have helped: the code that clap ends with too.
             if error.is::<ConfigError>() || error.is::<OtlpError>() {
                 ExitCode::from(2)
@@ -48,6 +48,15 @@ fn main() -> ExitCode {
             }
         }
     }
+}
+
+/// The error and its causes, without those that it has told already.
+fn one_line(error: &anyhow::Error) -> String {
+    error
+        .chain()
+        .map(ToString::to_string)
+        .reduce(|line, cause| if line.contains(&cause) { line } else { format!("{line}: {cause}") })
+        .unwrap_or_default()
 }
 
 fn serve(options: ServeOptions) -> anyhow::Result<()> {

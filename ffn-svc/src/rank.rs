@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use afd_common::config::model::{ConfigError, ModelConfig};
+use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
 use afd_common::identity::model_identity;
 use afd_common::ids::LayerIdx;
 use afd_common::net::Listener;
@@ -55,6 +55,21 @@ pub enum StartError {
         /// Why.
         source: Box<FfnModelError>,
     },
+    /// The model cannot be split into so many parts.
+    #[error(
+        "--shard {index}/{count}: no layer of {folder} can be split into more than {most} parts, so that this shard or \
+         another would own nothing"
+    )]
+    Empty {
+        /// Which checkpoint.
+        folder: String,
+        /// Of the shard.
+        index: u32,
+        /// Of the shard.
+        count: u32,
+        /// What would do.
+        most: usize,
+    },
     /// A metric's name is taken: a mistake of this software.
     #[error(transparent)]
     Metric(#[from] MetricError),
@@ -82,17 +97,38 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
     let folder = config.model.display().to_string();
     let model_config = ModelConfig::load(&config.model)
         .map_err(|source| StartError::ModelConfig { folder: folder.clone(), source })?;
+    let (index, count) = (config.shard.index(), config.shard.count());
+    let most = most_shards(&model_config);
+    if count as usize > most {
+        return Err(StartError::Empty { folder, index, count, most });
+    }
     let rows = config.dtype.resolve(model_config.dtype);
     let weights = match config.load_format {
         LoadFormat::Auto => Weights::open(&config.model, &model_config, rows.kind())
             .map_err(|source| StartError::Weights { folder: folder.clone(), source })?,
         LoadFormat::Dummy => Weights::dummy(&model_config, rows.kind(), config.seed),
     };
-    let (index, count) = (config.shard.index(), config.shard.count());
     let model = FfnModel::load(&model_config, &weights, config.shard, config.gate)
         .map_err(|source| StartError::Model { folder, index, count, source: Box::new(source) })?;
+    let bare = |spec: &&crate::model::LayerSpec| spec.num_experts > 0 && spec.local_experts.is_empty();
+    let num_bare = model.specs().iter().filter(bare).count();
+    if num_bare > 0 {
+        tracing::warn!(
+            layers = num_bare,
+            "--shard {index}/{count}: this shard owns no routed expert of these layers"
+        );
+    }
     let identity = model_identity(&model_config, weights.fingerprint(), rows, config.gate);
     Ok(Loaded { model, identity })
+}
+
+/// Parts into which some layer can be split: its experts, or a dense FFN's or shared experts' intermediate size.
+fn most_shards(config: &ModelConfig) -> usize {
+    let parts = config.layers.iter().map(|layer| match layer {
+        FfnConfig::Dense(dense) => dense.intermediate_size,
+        FfnConfig::Moe(moe) => moe.num_experts.max(moe.shared_intermediate_size),
+    });
+    parts.max().unwrap_or(1)
 }
 
 /// Starts the engine on a loaded shard and serves it on `listener`.

@@ -30,14 +30,24 @@ pub fn overlay<T: Serialize + DeserializeOwned>(path: &Path, command_line: &T) -
     options.try_into().map_err(|e: toml::de::Error| failed(e.message().to_owned()))
 }
 
+/// The error with its line, and with the field whose value it is about: the parser says that only of unknown ones.
 fn at(text: &str, error: &toml::de::Error) -> String {
-    match error.span() {
-        Some(span) => {
-            let line = text[..span.start.min(text.len())].matches('\n').count() + 1;
-            format!("line {line}: {}", error.message())
-        }
-        None => error.message().to_owned(),
+    let Some(span) = error.span() else { return error.message().to_owned() };
+    let before = &text[..text.floor_char_boundary(span.start)];
+    let line = before.matches('\n').count() + 1;
+    match field_before(before).filter(|name| !error.message().contains(&format!("`{name}`"))) {
+        Some(name) => format!("line {line}: `{name}`: {}", error.message()),
+        None => format!("line {line}: {}", error.message()),
     }
+}
+
+/// The last `name =` of a text: a value may begin on a later line than its name.
+fn field_before(text: &str) -> Option<&str> {
+    let mut names = text.lines().rev().filter_map(|line| Some(line.split_once('=')?.0.trim()));
+    let is_name = |name: &&str| {
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte))
+    };
+    names.find(is_name)
 }
 
 #[cfg(test)]
@@ -75,7 +85,17 @@ mod tests {
         for part in ["line 2", "`max-queu`", "`max-queue`", "`listen`"] {
             assert!(error.contains(part), "{error}");
         }
-        let error = read("max-queue = \"x\"", &Options::default()).unwrap_err().to_string();
-        assert!(error.contains("line 1") && !error.contains('\n'), "{error}");
+    }
+
+    #[test]
+    fn a_value_of_the_wrong_type_names_its_field() {
+        for (text, place) in [
+            ("max-queue = \"x\"", "line 1: `max-queue`: "),
+            ("listen = \"a=b\"\n  max-queue=-1", "line 2: `max-queue`: "),
+            ("# max-queue = 5\nlisten = [\n \"a\"]", "line 2: `listen`: "),
+        ] {
+            let error = read(text, &Options::default()).unwrap_err().to_string();
+            assert!(error.contains(place) && !error.contains('\n'), "{error}");
+        }
     }
 }

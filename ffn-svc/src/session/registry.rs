@@ -64,7 +64,7 @@ pub enum NotAdmitted {
     /// Two live processes claim one place. A retry helps once the older one is gone.
     #[error(
         "`identity.incarnation`: {place} is live as incarnation {live}, its lease ends in {left_ms} ms unless it is \
-         renewed; the caller is incarnation {caller}"
+         renewed; the caller is incarnation {caller}: give one of the two another --rank"
     )]
     Live {
         /// Which place.
