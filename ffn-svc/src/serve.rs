@@ -71,7 +71,7 @@ impl Server {
         count(metrics, &listener, &sessions)?;
         let router = service::router(&sessions, &health, metrics, max_body_bytes)?;
         let (address, stop) = (listener.address(), CancellationToken::new());
-        let options = Options { drain: FAREWELL, ..Options::default() };
+        let options = Options { drain: FAREWELL, is_stream: service::is_stream, ..Options::default() };
         let links = service::link_acceptor(&sessions);
         let port = tokio::spawn(listener.serve(router, Some(links), options, stop.clone()));
         health.set(Phase::Ready);

@@ -3,5 +3,6 @@ mod bad_input;
 mod hash_routing;
 mod loss;
 mod pair;
+mod standing;
 mod start;
 mod streams;

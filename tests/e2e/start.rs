@@ -68,6 +68,34 @@ async fn attention_gives_up_after_the_join_timeout_and_names_the_option() -> any
 }
 
 #[tokio::test]
+async fn what_is_missing_at_the_join_timeout_is_told_by_shard_and_address() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let words = args(&[
+        "serve",
+        "--model",
+        &model.display().to_string(),
+        "--listen",
+        "127.0.0.1:0",
+        "--shard",
+        "0/2",
+    ]);
+    let mut half =
+        Process::start("ffn-svc", "F0", &[words, args(&["--dtype", "float32"])].concat(), folder.path())?;
+    let there = half.address(LIMIT)?;
+    let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+    let both = format!("{there},{free}");
+    let (code, log) = refused(attention(&model, &both, &["--join-timeout", "2s"], folder.path(), "A0")?)?;
+    ensure!(code == 1, "exit code {code}:\n{log}");
+    let last = log.lines().last().unwrap_or_default();
+    for part in
+        ["--join-timeout", "shard 1/2 has no rank", &format!("{there} is up, shard 0/2"), &free, "refused"]
+    {
+        ensure!(last.contains(part), "`{part}` is not said: {last}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn another_model_on_one_side_is_refused_with_both_fingerprints() -> anyhow::Result<()> {
     let spec =
         DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Remote { shards: 1, replicas: 1 });
@@ -96,7 +124,7 @@ async fn the_same_rank_twice_is_refused_and_the_first_goes_on() -> anyhow::Resul
     let ffn = deployment.ffn_addresses[0].to_string();
     let twin = attention(&deployment.spec.model, &ffn, &["--join-timeout", "2s"], folder.path(), "A0")?;
     let (code, log) = refused(twin)?;
-    ensure!(code == 1 && log.contains("incarnation"), "exit code {code}:\n{log}");
+    ensure!(code == 1 && log.contains("incarnation") && log.contains("--rank"), "exit code {code}:\n{log}");
     let expected = fixtures::expected("tiny-mixtral")?.prompts.remove(0);
     oracle::same(&expected.generated_ids, &deployment.greedy(0, &expected.input_ids, 32).await?)
 }
@@ -140,7 +168,43 @@ fn what_is_wrong_with_a_checkpoint_is_one_line_that_names_it() -> anyhow::Result
             ensure!(log.contains(word), "`{word}` is not named:\n{log}");
         }
         ensure!(!log.contains("panicked"), "{log}");
+        if model == &missing {
+            continue; // It is attention's tensor: an FFN rank does not read it.
+        }
+        let model = model.display().to_string();
+        let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model]);
+        let (code, log) = refused(Process::start("ffn-svc", "F0", &words, folder.path())?)?;
+        let said = log.lines().filter(|line| line.starts_with("ffn-svc: ")).collect::<Vec<_>>();
+        ensure!(code == 1 && said.len() == 1, "exit code {code}:\n{log}");
+        // The cause stands behind the option once, however long the chain of errors that brought it.
+        let cause = said[0].rsplit(": ").next().unwrap_or_default();
+        ensure!(said[0].matches(cause).count() == 1, "said twice: {}", said[0]);
+        std::fs::remove_file(folder.path().join("F0.log"))?;
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_ffn_address_that_is_an_attention_rank_is_told_so() -> anyhow::Result<()> {
+    let deployment =
+        Deployment::start(DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Local)).await?;
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let ffn = deployment.attention_addresses[0].to_string();
+    let (code, log) = refused(attention(&model, &ffn, &[], folder.path(), "A0")?)?;
+    ensure!(code == 1 && log.contains("this is attention-svc") && log.contains("--ffn"), "{code}:\n{log}");
+    Ok(())
+}
+
+#[test]
+fn options_that_cannot_work_are_named() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let twice = "127.0.0.1:7001,127.0.0.1:7001";
+    let (code, log) = refused(attention(&model, twice, &[], folder.path(), "A0")?)?;
+    ensure!(code == 2 && log.contains("--ffn") && log.contains("given twice"), "{code}:\n{log}");
+    let model = model.display().to_string();
+    let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model, "--shard", "0/99"]);
+    let (code, log) = refused(Process::start("ffn-svc", "F0", &words, folder.path())?)?;
+    ensure!(code == 1 && log.contains("--shard 0/99") && log.contains("8 parts"), "{code}:\n{log}");
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! Bodies of requests, bounded.
 use std::time::Duration;
 
+use afd_common::net::BodyTimeout;
 use axum::body::{Body, Bytes};
 use futures::StreamExt;
 use http::{HeaderMap, header};
@@ -15,7 +16,7 @@ const LINGER_BYTES: usize = 256 << 20;
 /// Reads a body of at most `limit` bytes. One that announces more is refused before anything of it is read.
 ///
 /// # Errors
-/// [`ApiError::BodyTooLarge`], or [`ApiError::Malformed`] when the sender broke off.
+/// [`ApiError::BodyTooLarge`], [`ApiError::BodyTimeout`], or [`ApiError::Malformed`] when the sender broke off.
 pub(super) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Result<Bytes, ApiError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
     let mut frames = body.into_data_stream();
@@ -26,7 +27,12 @@ pub(super) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Resul
             None => return Ok(read.into()),
             Some(Ok(bytes)) if read.len() + bytes.len() <= limit => read.extend_from_slice(&bytes),
             Some(Ok(_)) => too_large = true,
-            Some(Err(error)) => return Err(ApiError::Malformed(format!("the body broke off: {error}"))),
+            Some(Err(error)) => {
+                return Err(match BodyTimeout::find(&error) {
+                    Some(timeout) => ApiError::BodyTimeout(timeout.to_string()),
+                    None => ApiError::Malformed(format!("the body broke off: {error}")),
+                });
+            }
         }
     }
     // Bounded in time and bytes, and ends with the connection: nobody needs to wait for it.

@@ -31,10 +31,22 @@ pub enum ApiError {
         served: String,
     },
     /// The body exceeds the limit.
-    #[error("the body is larger than {limit} bytes")]
+    #[error("the body is larger than {limit} bytes (--max-body)")]
     BodyTooLarge {
         /// The limit, bytes.
         limit: usize,
+    },
+    /// The body did not come in time.
+    #[error("{0} (--body-timeout)")]
+    BodyTimeout(String),
+    /// A call that FFN ranks serve.
+    #[error(
+        "this is attention-svc (role ATTENTION), which serves InferenceService; {path} is a call to an ffn-svc (role \
+         FFN): does --ffn name this process?"
+    )]
+    WrongRole {
+        /// As asked.
+        path: String,
     },
     /// No such path, or not with this method.
     #[error("there is no {method} {path} here")]
@@ -97,6 +109,12 @@ impl ApiError {
             Self::BodyTooLarge { .. } => {
                 kind(StatusCode::PAYLOAD_TOO_LARGE, Code::ResourceExhausted, invalid, "body_too_large")
             }
+            Self::BodyTimeout(_) => {
+                kind(StatusCode::REQUEST_TIMEOUT, Code::DeadlineExceeded, invalid, "body_timeout")
+            }
+            Self::WrongRole { .. } => {
+                kind(StatusCode::NOT_FOUND, Code::FailedPrecondition, invalid, "wrong_role")
+            }
             Self::UnknownRoute { path_exists: true, .. } => {
                 kind(StatusCode::METHOD_NOT_ALLOWED, Code::Unimplemented, invalid, "method_not_allowed")
             }
@@ -143,6 +161,7 @@ impl ApiError {
         match self {
             Self::Field(error) => Some(&error.param),
             Self::ModelNotFound { .. } => Some("model"),
+            Self::BodyTooLarge { .. } | Self::BodyTimeout(_) => Some("body"),
             Self::Duplicate(_) => Some("request_id"),
             Self::Sequence(SequenceError::TooLarge { .. }) => Some("max_tokens"),
             _ => None,

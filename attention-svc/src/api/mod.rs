@@ -28,7 +28,7 @@ mod running;
 pub mod validate;
 
 pub use engine::Engine;
-pub use readiness::Readiness;
+pub use readiness::{Readiness, Reason};
 pub use request_span::RequestTracing;
 pub use router::router;
 

@@ -1,11 +1,52 @@
 //! Whether requests can be answered, as health checks tell it. Live and ready are kept apart: a process that lost its
 //! FFN is alive and not ready.
 
+use std::fmt;
+use std::sync::Arc;
+
+/// What is waited for, found out when somebody asks: what was true when the wait began may be so no longer.
+#[derive(Clone)]
+pub struct Reason(Arc<dyn Fn() -> String + Send + Sync>);
+
+impl Reason {
+    /// One that is looked up.
+    pub fn new(look: impl Fn() -> String + Send + Sync + 'static) -> Self {
+        Self(Arc::new(look))
+    }
+
+    /// As it is now.
+    pub fn now(&self) -> String {
+        (self.0)()
+    }
+}
+
+impl From<&str> for Reason {
+    /// One that does not change.
+    fn from(text: &str) -> Self {
+        let text = text.to_owned();
+        Self::new(move || text.clone())
+    }
+}
+
+impl PartialEq for Reason {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Reason {}
+
+impl fmt::Debug for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.now())
+    }
+}
+
 /// State of the service; the process moves it on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Readiness {
     /// Not yet, and for what it waits.
-    Waiting(String),
+    Waiting(Reason),
     /// Every FFN shard has a warm rank.
     Ready,
     /// Requests that run are finished, new ones refused.
@@ -36,9 +77,10 @@ impl Readiness {
     }
 
     /// What it waits for or died of.
-    pub fn reason(&self) -> Option<&str> {
+    pub fn reason(&self) -> Option<String> {
         match self {
-            Self::Waiting(why) | Self::Dead(why) => Some(why),
+            Self::Waiting(why) => Some(why.now()),
+            Self::Dead(why) => Some(why.clone()),
             _ => None,
         }
     }

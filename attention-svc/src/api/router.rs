@@ -35,7 +35,10 @@ pub fn router(
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(Arc::clone(&api))
         .merge(api.metrics.router());
-    let grpc = grpc::services(api, extra)?.into_axum_router().reset_fallback();
+    let limit = api.limits.max_body_bytes;
+    let named =
+        axum::middleware::map_response(move |answer: Response| async move { name_limit(answer, limit) });
+    let grpc = grpc::services(api, extra)?.into_axum_router().reset_fallback().route_layer(named);
     Ok(http.merge(grpc).fallback(not_found))
 }
 
@@ -58,6 +61,20 @@ async fn version() -> Json<serde_json::Value> {
     Json(json!({"version": env!("CARGO_PKG_VERSION"), "protocol": format!("{major}.{minor}")}))
 }
 
+/// A gRPC message beyond the limit is refused where it is decoded, in words that do not know the option: here they are
+/// ours.
+fn name_limit(answer: Response, limit: usize) -> Response {
+    match tonic::Status::from_header_map(answer.headers()) {
+        Some(status)
+            if status.code() == tonic::Code::OutOfRange
+                && status.message().contains("message length too large") =>
+        {
+            tonic::Status::from(ApiError::BodyTooLarge { limit }).into_http()
+        }
+        _ => answer,
+    }
+}
+
 async fn method_not_allowed(request: Request) -> Response {
     unknown(&request, true)
 }
@@ -69,7 +86,11 @@ async fn not_found(request: Request) -> Response {
 /// A gRPC client cannot read a JSON body: it is told in its own language.
 fn unknown(request: &Request, path_exists: bool) -> Response {
     let (method, path) = (request.method().to_string(), request.uri().path().to_owned());
-    let error = ApiError::UnknownRoute { method, path, path_exists };
+    let of_ffn = ["/afd.v1.FfnControlService/", "/afd.v1.LayerStageService/"];
+    let error = match of_ffn.iter().any(|service| path.starts_with(service)) {
+        true => ApiError::WrongRole { path },
+        false => ApiError::UnknownRoute { method, path, path_exists },
+    };
     let is_grpc = request
         .headers()
         .get(header::CONTENT_TYPE)

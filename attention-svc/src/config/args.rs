@@ -99,7 +99,9 @@ pub struct ServeArgs {
     /// Largest body of a request [default: 8MiB]
     #[arg(long, value_name = "SIZE", help_heading = "Capacity")]
     pub max_body: Option<ByteSize>,
-
+    /// Time for the body of a request to arrive; 10 s in which nothing of it comes are enough to end it [default: 60s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub body_timeout: Option<Span>,
     /// Time for every FFN shard to have joined, from the start [default: 120s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub join_timeout: Option<Span>,

@@ -32,8 +32,11 @@ impl FromStr for FfnTarget {
             return Ok(Self::Local);
         }
         let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
-        match names.iter().find(|name| !is_address(name)) {
-            Some(name) => Err(format!("{name:?} is no address; write host:port, or local")),
+        if let Some(name) = names.iter().find(|name| !is_address(name)) {
+            return Err(format!("{name:?} is no address; write host:port, or local"));
+        }
+        match names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
+            Some((_, name)) => Err(format!("{name:?} is given twice")),
             None => Ok(Self::Remote(names)),
         }
     }

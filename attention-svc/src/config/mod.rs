@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
-use afd_common::config::units::ByteSize;
+use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
 use afd_common::telemetry::{LogConfig, Sampling, SpanSink};
 
@@ -141,6 +141,8 @@ pub struct CapacityConfig {
     pub stages: StageRules,
     /// Largest body, bytes.
     pub max_body_bytes: usize,
+    /// For a body to arrive.
+    pub body_timeout: Duration,
 }
 
 impl ServeConfig {
@@ -221,10 +223,6 @@ impl FfnConfig {
         if deployment.is_empty() || deployment.len() > 128 {
             return refuse("--deployment", format!("{deployment:?}: must have 1 to 128 characters"));
         }
-        let time = |option, span: Option<afd_common::config::units::Span>, default| match span.map(|s| s.0) {
-            Some(Duration::ZERO) => refuse(option, "must be longer than 0"),
-            given => Ok(given.unwrap_or(Duration::from_secs(default))),
-        };
         Ok(Self {
             target,
             rank: args.rank.unwrap_or(0),
@@ -236,6 +234,14 @@ impl FfnConfig {
             hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,
             loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
         })
+    }
+}
+
+/// A time that is longer than nothing, `default` in seconds.
+fn time(option: &'static str, span: Option<Span>, default: u64) -> Result<Duration, OptionError> {
+    match span.map(|span| span.0) {
+        Some(Duration::ZERO) => refuse(option, "must be longer than 0"),
+        given => Ok(given.unwrap_or(Duration::from_secs(default))),
     }
 }
 
@@ -297,6 +303,7 @@ impl CapacityConfig {
                 Some(usize::try_from(max_body.0).unwrap_or(usize::MAX)),
                 1,
             )?,
+            body_timeout: time("--body-timeout", args.body_timeout, 60)?,
         })
     }
 }

@@ -34,6 +34,8 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--model", "/nowhere/at/all"][..], &["--model", "/nowhere/at/all"][..]),
         (&["--ffn", "a:1,b"], &["--ffn", "\"b\""]),
         (&["--ffn", "a:0"], &["--ffn", "\"a:0\""]),
+        (&["--ffn", "a:1,b:1,a:1"], &["--ffn", "\"a:1\" is given twice"]),
+        (&["--body-timeout", "0s"], &["--body-timeout"]),
         (&["--listen", "nonsense"], &["--listen", "nonsense"]),
         (&["--link", "pigeon"], &["--link", "pigeon", "tcp"]),
         (&["--gate", "nobody"], &["--gate", "nobody"]),

@@ -53,6 +53,11 @@ pub trait FfnPort: Send {
     /// Whether every shard has a warm rank. The engine schedules nothing while this is false.
     fn ready(&self) -> bool;
 
+    /// Which ranks are missing now, for people.
+    fn standing(&self) -> String {
+        "not every FFN shard has a rank that is ready".into()
+    }
+
     /// Called between steps and whenever the engine was woken with nothing to run: adopt new links, drop broken ones.
     /// Must not wait.
     fn idle(&mut self);

@@ -148,18 +148,19 @@ impl<A: AttentionPort> Engine<A> {
             self.loss.take_if(|loss| loss.steps == 0);
             return true;
         }
-        let unready =
-            || Loss { since: now, steps: 0, what: "not every FFN shard has a rank that is ready".into() };
-        let Loss { since, what, .. } = self.loss.get_or_insert_with(unready);
-        let (since, timeout) = (*since, self.config.ffn_loss_timeout);
-        let error = SequenceError::FfnUnavailable(format!(
-            "{what}; waited {} ms (--ffn-loss-timeout)",
-            timeout.as_millis()
-        ));
+        let unready = || Loss { since: now, steps: 0, what: String::new() };
+        let since = self.loss.get_or_insert_with(unready).since;
+        let timeout = self.config.ffn_loss_timeout;
         let overdue =
             self.sequences.iter().filter(|(_, active)| now - since.max(active.submitted) >= timeout);
-        for id in overdue.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.fail(id, error.clone());
+        let overdue = overdue.map(|(id, _)| *id).collect::<Vec<_>>();
+        if !overdue.is_empty() {
+            let (waited_ms, standing) = (timeout.as_millis(), self.ffn.standing());
+            let mut what = format!("waited {waited_ms} ms (--ffn-loss-timeout) for FFN ranks: {standing}");
+            if let Some(Loss { steps: 1.., what: lost, .. }) = &self.loss {
+                what = format!("{what}; the last step was lost with {lost}");
+            }
+            overdue.into_iter().for_each(|id| self.fail(id, SequenceError::FfnUnavailable(what.clone())));
         }
         false
     }

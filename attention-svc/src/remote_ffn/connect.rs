@@ -1,16 +1,17 @@
 //! Puts the parts of the way to the FFN together: the engine's port, the bell, and what runs beside it in tokio.
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use afd_common::link::Doorbell;
 use ffn_svc::engine::EngineHandle as FfnEngineHandle;
 use tokio::sync::Notify;
 
+use super::clock::WallClock;
 use super::control::{ControlSettings, Shared};
 use super::directory::Directory;
 use super::local::{self, TooManyRows};
-use super::port::{PortSettings, RemoteFfn};
+use super::port::{PortParts, PortSettings, RemoteFfn};
 use super::stats::FfnStats;
 
 /// The engine's way to the FFN, before the engine has started.
@@ -35,10 +36,19 @@ pub fn remote(names: Vec<String>, control: ControlSettings, port: PortSettings) 
         shard_count: AtomicU32::new(0),
         next_edge: AtomicU64::new(1),
         changed: Notify::new(),
+        vacated: Notify::new(),
+        roster: Mutex::default(),
     };
-    let directory = Directory::new(names, Arc::new(shared), Arc::clone(&stats));
-    let port = RemoteFfn::new(port, bell.clone(), receiver, started, Arc::clone(&stats));
-    (Way { port, bell, stats }, Arc::new(directory))
+    let directory = Arc::new(Directory::new(names, Arc::new(shared), Arc::clone(&stats)));
+    let described = Arc::clone(&directory);
+    let parts = PortParts {
+        bell: bell.clone(),
+        events: receiver,
+        clock: Box::new(WallClock),
+        stats: Arc::clone(&stats),
+        standing: Arc::new(move || described.describe()),
+    };
+    (Way { port: RemoteFfn::new(port, parts), bell, stats }, directory)
 }
 
 /// A way to an FFN engine in this process. `credits` are the stages in flight, `max_rows` the most rows of a stage.
@@ -54,6 +64,12 @@ pub fn in_process(
     let (bell, stats) = (Doorbell::default(), Arc::new(FfnStats::default()));
     let (events, receiver) = crossbeam_channel::unbounded();
     local::connect(engine, &events, &bell, credits, max_rows)?;
-    let port = RemoteFfn::new(port, bell.clone(), receiver, Instant::now(), Arc::clone(&stats));
-    Ok(Way { port, bell, stats })
+    let parts = PortParts {
+        bell: bell.clone(),
+        events: receiver,
+        clock: Box::new(WallClock),
+        stats: Arc::clone(&stats),
+        standing: Arc::new(|| "the FFN in this process is not there".into()),
+    };
+    Ok(Way { port: RemoteFfn::new(port, parts), bell, stats })
 }

@@ -4,33 +4,29 @@
 //! Nothing of the per-layer path is here: rows travel on the link, which the engine thread owns once it is up.
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use afd_common::frame::RowType;
-use afd_common::ids::{Epoch, Shard};
-use afd_common::link::attach::{self, AttachError};
-use afd_common::link::grants::{LinkId, Secret, Ticket};
-use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, inline};
+use afd_common::ids::Shard;
+use afd_common::link::{Doorbell, LinkKind};
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
-use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::Code;
-use tonic::transport::{Channel, Endpoint};
 
-use super::edge::{Edge, EdgeControl, EdgeEvent, Progress};
+use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
 use super::hop_table::EdgeId;
+use super::joining;
+use super::roster::{NotSeated, Process, Roster};
 
 /// Plans waiting for the control stream: a few steps' worth.
 const PLAN_QUEUE: usize = 16;
-/// HTTP/2 windows: large enough that a plan or a report never waits for a window update.
-const WINDOW_BYTES: u32 = 4 << 20;
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_MOST: Duration = Duration::from_secs(1);
+/// Before a process is asked again that another one keeps out, unless that one goes first.
+const TWIN_RETRY: Duration = Duration::from_secs(5);
 
 /// What stays the same for every rank and every session.
 #[derive(Clone, Debug)]
@@ -69,10 +65,25 @@ pub struct Shared {
     pub next_edge: AtomicU64,
     /// Notified whenever some rank stands differently.
     pub changed: Notify,
+    /// Notified whenever a rank that was in use is gone.
+    pub vacated: Notify,
+    /// Which process holds which rank.
+    pub roster: Mutex<Roster>,
 }
 
-/// How one rank stands, for people and for readiness.
-#[derive(Clone, Debug, PartialEq)]
+/// One address, for people and for readiness.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    /// How it stands.
+    pub state: PeerState,
+    /// Since when it has been up, refusing, or neither.
+    pub since: Instant,
+    /// Which shard it served when it was up last.
+    pub served: Option<Shard>,
+}
+
+/// How one rank stands.
+#[derive(Clone, Debug)]
 pub enum PeerState {
     /// Trying; what went wrong last.
     Connecting {
@@ -81,8 +92,10 @@ pub enum PeerState {
     },
     /// It answered and said no: another model, another shard count, a rank twice.
     Refused {
-        /// The rank's own words.
+        /// The rank's own words, or this one's.
         why: String,
+        /// Only a change of somebody's options can help.
+        for_good: bool,
     },
     /// In use.
     Up {
@@ -90,31 +103,58 @@ pub enum PeerState {
         shard: Shard,
         /// How rows travel.
         link: LinkKind,
+        /// Tells when the engine has lost it, which may be before its control stream says so.
+        life: Arc<Life>,
     },
 }
 
+impl Peer {
+    /// Nothing is known yet.
+    pub fn unknown(now: Instant) -> Self {
+        Self { state: PeerState::Connecting { last_error: String::new() }, since: now, served: None }
+    }
+
+    /// The rank's shard and link, while it is in use.
+    pub fn in_use(&self) -> Option<(Shard, LinkKind)> {
+        match &self.state {
+            PeerState::Up { shard, link, life } if life.lost_at().is_none() => Some((*shard, *link)),
+            _ => None,
+        }
+    }
+
+    /// Takes a new state in. Returns whether it says anything new.
+    fn handle(&mut self, state: PeerState, now: Instant) -> bool {
+        let news = match (&self.state, &state) {
+            (PeerState::Connecting { last_error: old }, PeerState::Connecting { last_error: new }) => {
+                old != new
+            }
+            (PeerState::Refused { why: old, .. }, PeerState::Refused { why: new, .. }) => old != new,
+            _ => true,
+        };
+        if std::mem::discriminant(&self.state) != std::mem::discriminant(&state) {
+            self.since = now;
+        }
+        if let PeerState::Up { shard, .. } = state {
+            self.served = Some(shard);
+        }
+        self.state = state;
+        news
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
-enum SessionError {
+pub(super) enum SessionError {
     #[error("{0}")]
     Refused(String),
+    #[error("join: {0}")]
+    NotSeated(#[from] NotSeated),
     #[error("{0}")]
     Broken(String),
 }
 
 impl SessionError {
-    fn broken(what: &str, error: impl std::fmt::Display) -> Self {
+    pub(super) fn broken(what: &str, error: impl std::fmt::Display) -> Self {
         Self::Broken(format!("{what}: {error}"))
-    }
-
-    /// A `FAILED_PRECONDITION` will not go away by trying again soon; everything else may.
-    fn from_status(what: &str, status: &tonic::Status) -> Self {
-        match status.code() {
-            Code::FailedPrecondition
-            | Code::PermissionDenied
-            | Code::Unauthenticated
-            | Code::Unimplemented => Self::Refused(format!("{what}: {}", status.message())),
-            _ => Self::Broken(format!("{what}: {} ({:?})", status.message(), status.code())),
-        }
     }
 }
 
@@ -122,14 +162,17 @@ impl SessionError {
 pub async fn run(
     address: SocketAddr,
     shared: Arc<Shared>,
-    state: watch::Sender<PeerState>,
+    peer: watch::Sender<Peer>,
     stop: CancellationToken,
 ) {
+    let mut control = Control { address, shared: &shared, peer, process: None };
     let mut pause = RETRY_FIRST;
     loop {
         let begun = Instant::now();
+        // Before the attempt, so that no rank that goes during it is missed.
+        let vacated = shared.vacated.notified();
         let ended = tokio::select! {
-            Err(ended) = session(address, &shared, &state, &stop) => ended,
+            Err(ended) = control.session(&stop) => ended,
             () = stop.cancelled() => return,
         };
         if stop.is_cancelled() {
@@ -137,290 +180,199 @@ pub async fn run(
         }
         // A session that has lasted is no reason to hesitate.
         pause = if begun.elapsed() > RETRY_MOST { RETRY_FIRST } else { (pause * 2).min(RETRY_MOST) };
-        let now = match ended {
-            SessionError::Refused(why) => {
-                tracing::error!(peer = %address, why, "FFN rank refused to work with this attention rank");
-                PeerState::Refused { why }
-            }
-            SessionError::Broken(last_error) => {
-                tracing::debug!(peer = %address, last_error, "no session with FFN rank");
-                PeerState::Connecting { last_error }
-            }
-        };
-        shared.set_state(&state, now);
+        let is_kept_out =
+            matches!(ended, SessionError::NotSeated(NotSeated::Twin { .. } | NotSeated::Alias { .. }));
+        control.handle_end(ended);
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(if is_kept_out { TWIN_RETRY } else { pause }) => {}
+            () = vacated, if is_kept_out => {}
             () = stop.cancelled() => return,
         }
     }
 }
 
-/// One session from join to its end, which is always an error: it says why.
-async fn session(
+/// What a control task knows.
+struct Control<'a> {
     address: SocketAddr,
-    shared: &Shared,
-    state: &watch::Sender<PeerState>,
-    stop: &CancellationToken,
-) -> Result<Infallible, SessionError> {
-    let settings = &shared.settings;
-    let channel = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|error| SessionError::broken("address", error))?
-        .connect_timeout(settings.phase_timeout)
-        .tcp_nodelay(true)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
-        .connect()
-        .await
-        .map_err(|error| SessionError::broken("connecting", innermost(&error)))?;
-    let mut client = FfnControlServiceClient::new(channel.clone());
-
-    let joined = join(&mut client, shared).await?;
-    let shard = agreed_shard(&joined, shared)?;
-    let peer: Arc<str> = match &joined.identity {
-        Some(identity) => format!("F{} at {address}", identity.rank).into(),
-        None => format!("FFN at {address}").into(),
-    };
-    let combine_dtype = match joined.combine_dtype() {
-        v1::Dtype::F32 => RowType::F32,
-        v1::Dtype::Bf16 => RowType::Bf16,
-        other => {
-            return Err(SessionError::Refused(format!("join: combine dtype {other:?} is not known here")));
-        }
-    };
-
-    // The lease runs from the join on, so the stream that keeps it comes before the link.
-    let (to_rank, requests) = mpsc::channel(PLAN_QUEUE);
-    let hello = v1::StepsRequest { session_id: joined.session_id.clone(), message: Some(heartbeat()) };
-    to_rank.try_send(hello).map_err(|error| SessionError::broken("steps", error))?;
-    let steps = within(settings.phase_timeout, "steps", client.steps(ReceiverStream::new(requests))).await?;
-    let mut responses = steps.into_inner();
-
-    let link = open_link(&mut client, channel, address, &peer, &joined, shared).await?;
-    let kind = link.limits().kind;
-    let id = EdgeId(shared.next_edge.fetch_add(1, Ordering::Relaxed));
-    let (plan_sender, mut plans) = mpsc::channel(PLAN_QUEUE);
-    let (abandon, mut abandoned) = mpsc::channel(1);
-    let progress = Arc::new(Progress::default());
-    let control = EdgeControl { plans: plan_sender, abandon, progress: Arc::clone(&progress) };
-    let edge = Edge {
-        id,
-        peer: Arc::clone(&peer),
-        shard,
-        combine_dtype,
-        max_rows: link.limits().max_rows,
-        link,
-        control: Some(control),
-        hop_seconds: None,
-        draining: false,
-    };
-    shared.tell(EdgeEvent::Up(edge));
-    shared.set_state(state, PeerState::Up { shard, link: kind });
-
-    let lease = Duration::from_millis(joined.lease_ms.max(100).into());
-    let mut beat = tokio::time::interval(lease / 3);
-    let mut last_hop = (0, 0);
-    let why = loop {
-        let request = tokio::select! {
-            plan = plans.recv() => match plan {
-                Some(plan) => v1::steps_request::Message::Plan(plan),
-                None => break "the engine has dropped the edge".to_owned(),
-            },
-            _ = beat.tick() => heartbeat(),
-            why = abandoned.recv() => break why.unwrap_or_else(|| "the engine has dropped the edge".to_owned()),
-            () = stop.cancelled() => break "this attention rank is stopping".to_owned(),
-            response = tokio::time::timeout(lease, responses.message()) => match response {
-                Err(_) => break format!("said nothing for {} ms (its lease)", lease.as_millis()),
-                Ok(Err(status)) => break format!("control stream failed: {}", status.message()),
-                Ok(Ok(None)) => break "ended the control stream".to_owned(),
-                Ok(Ok(Some(response))) => {
-                    handle_response(response, id, shared, &progress, &mut last_hop);
-                    continue;
-                }
-            },
-        };
-        if to_rank.send(v1::StepsRequest { session_id: String::new(), message: Some(request) }).await.is_err()
-        {
-            break "closed the control stream".to_owned();
-        }
-    };
-    shared.tell(EdgeEvent::Down { id, why: why.clone() });
-    Err(SessionError::Broken(why))
+    shared: &'a Shared,
+    peer: watch::Sender<Peer>,
+    /// Who answered last.
+    process: Option<Process>,
 }
 
-fn handle_response(
-    response: v1::StepsResponse,
+/// A process in its place; gives the place up when dropped.
+struct Seated<'a> {
+    shared: &'a Shared,
+    process: Process,
+    address: SocketAddr,
+}
+
+impl Drop for Seated<'_> {
+    fn drop(&mut self) {
+        self.shared.lock_roster().vacate(&self.process, self.address);
+        self.shared.vacated.notify_waiters();
+    }
+}
+
+impl<'a> Control<'a> {
+    fn set_state(&self, state: PeerState) -> bool {
+        let mut news = false;
+        self.peer.send_modify(|peer| news = peer.handle(state, Instant::now()));
+        self.shared.changed.notify_waiters();
+        news
+    }
+
+    fn handle_end(&self, ended: SessionError) {
+        let why = ended.to_string();
+        let address = self.address;
+        let state = match ended {
+            SessionError::Refused(_) => PeerState::Refused { why: why.clone(), for_good: true },
+            SessionError::NotSeated(_) => PeerState::Refused { why: why.clone(), for_good: false },
+            SessionError::Broken(_) => {
+                tracing::debug!(peer = %address, why, "no session with FFN rank");
+                self.set_state(PeerState::Connecting { last_error: why });
+                return;
+            }
+        };
+        if self.set_state(state) {
+            tracing::error!(peer = %address, why, "FFN rank cannot be used");
+        }
+    }
+
+    /// Takes the place that a process claims.
+    fn seat(&mut self, identity: Option<&v1::Identity>) -> Result<Seated<'a>, SessionError> {
+        let identity =
+            identity.ok_or_else(|| SessionError::Refused("join: the answer has no identity".into()))?;
+        if identity.role() != v1::Role::Ffn {
+            return Err(SessionError::Refused(format!(
+                "join: identity.role is {}, expected ROLE_FFN (--ffn)",
+                identity.role().as_str_name()
+            )));
+        }
+        let process = self.process.insert(Process::of(identity)).clone();
+        self.shared.lock_roster().seat(&process, self.address)?;
+        Ok(Seated { shared: self.shared, process, address: self.address })
+    }
+
+    /// One session from join to its end, which is always an error: it says why.
+    async fn session(&mut self, stop: &CancellationToken) -> Result<Infallible, SessionError> {
+        let (shared, address) = (self.shared, self.address);
+        if let Some(process) = &self.process {
+            shared.lock_roster().check(process, address)?;
+        }
+        let limit = shared.settings.phase_timeout;
+        let channel = joining::connect(address, limit).await?;
+        let mut client = FfnControlServiceClient::new(channel.clone());
+        let joined = joining::join(&mut client, shared).await?;
+        let _seated = self.seat(joined.identity.as_ref())?;
+        let shard = joining::agreed_shard(&joined, shared)?;
+        let combine_dtype = joining::combine_dtype(&joined)?;
+        let rank = joined.identity.as_ref().map_or(0, |identity| identity.rank);
+        let peer: Arc<str> = format!("F{rank} at {address}").into();
+
+        // The lease runs from the join on, so the stream that keeps it comes before the link.
+        let (to_rank, requests) = mpsc::channel(PLAN_QUEUE);
+        let hello = v1::StepsRequest { session_id: joined.session_id.clone(), message: Some(heartbeat()) };
+        to_rank.try_send(hello).map_err(|error| SessionError::broken("steps", error))?;
+        let steps = joining::within(limit, "steps", client.steps(ReceiverStream::new(requests))).await?;
+        let link = joining::open_link(&mut client, channel, address, &peer, &joined, shared).await?;
+
+        let kind = link.limits().kind;
+        let id = EdgeId(shared.next_edge.fetch_add(1, Ordering::Relaxed));
+        let (plan_sender, plans) = mpsc::channel(PLAN_QUEUE);
+        let (abandon, abandoned) = mpsc::channel(1);
+        let life = Arc::new(Life::new(shared.started));
+        let control = EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) };
+        let edge = Edge {
+            id,
+            peer,
+            shard,
+            combine_dtype,
+            link,
+            control: Some(control),
+            hop_seconds: None,
+            draining: false,
+        };
+        self.set_state(PeerState::Up { shard, link: kind, life: Arc::clone(&life) });
+        shared.tell(EdgeEvent::Up(edge));
+        let lease = Duration::from_millis(joined.lease_ms.max(100).into());
+        let talk = Talk { id, shared, life, lease, to_rank, last_hop: (0, 0) };
+        let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
+        shared.tell(EdgeEvent::Down { id, why: why.clone() });
+        Err(SessionError::Broken(why))
+    }
+}
+
+/// The control stream of an edge.
+struct Talk<'a> {
     id: EdgeId,
-    shared: &Shared,
-    progress: &Progress,
-    last_hop: &mut (u64, u32),
-) {
-    match response.message {
-        Some(v1::steps_response::Message::Heartbeat(beat)) => {
-            let begun = (beat.last_step_id, beat.last_layer);
-            if std::mem::replace(last_hop, begun) != begun {
-                progress.handle_moved(shared.started.elapsed().as_micros() as u64);
+    shared: &'a Shared,
+    life: Arc<Life>,
+    lease: Duration,
+    to_rank: mpsc::Sender<v1::StepsRequest>,
+    last_hop: (u64, u32),
+}
+
+impl Talk<'_> {
+    /// Until one side ends it: says why.
+    async fn run(
+        mut self,
+        mut plans: mpsc::Receiver<v1::StepPlan>,
+        mut abandoned: mpsc::Receiver<String>,
+        mut responses: tonic::Streaming<v1::StepsResponse>,
+        stop: &CancellationToken,
+    ) -> String {
+        let lease = self.lease;
+        let mut beat = tokio::time::interval(lease / 3);
+        loop {
+            let request = tokio::select! {
+                plan = plans.recv() => match plan {
+                    Some(plan) => v1::steps_request::Message::Plan(plan),
+                    None => return "the engine has dropped the edge".to_owned(),
+                },
+                _ = beat.tick() => heartbeat(),
+                why = abandoned.recv() => return why.unwrap_or_else(|| "the engine has dropped the edge".to_owned()),
+                () = stop.cancelled() => return "this attention rank is stopping".to_owned(),
+                response = tokio::time::timeout(lease, responses.message()) => match response {
+                    Err(_) => return format!("said nothing for {} ms (its lease)", lease.as_millis()),
+                    Ok(Err(status)) => return format!("control stream failed: {}", status.message()),
+                    Ok(Ok(None)) => return "ended the control stream".to_owned(),
+                    Ok(Ok(Some(response))) => {
+                        self.handle(response);
+                        continue;
+                    }
+                },
+            };
+            let request = v1::StepsRequest { session_id: String::new(), message: Some(request) };
+            if self.to_rank.send(request).await.is_err() {
+                return "closed the control stream".to_owned();
             }
         }
-        Some(v1::steps_response::Message::Report(report)) => {
-            progress.handle_moved(shared.started.elapsed().as_micros() as u64);
-            tracing::trace!(
-                step = report.step_id,
-                hops = report.num_hops,
-                compute_us = report.compute_us,
-                "step report"
-            );
-        }
-        Some(v1::steps_response::Message::Draining(draining)) => {
-            tracing::info!(remaining_ms = draining.remaining_ms, "FFN rank is draining");
-            shared.tell(EdgeEvent::Draining { id });
-        }
-        None => {}
     }
-}
 
-async fn join(
-    client: &mut FfnControlServiceClient<Channel>,
-    shared: &Shared,
-) -> Result<v1::JoinResponse, SessionError> {
-    let settings = &shared.settings;
-    let request = v1::JoinRequest {
-        protocol_major: PROTOCOL_MAJOR,
-        protocol_minor: PROTOCOL_MINOR,
-        identity: Some(settings.identity.clone()),
-        model: Some(settings.model.clone()),
-        shard_count: shared.shard_count.load(Ordering::Acquire),
-        link_kinds: settings.link_kinds.iter().map(|kind| wire_kind(*kind).into()).collect(),
-        max_stages: settings.max_stages,
-        max_tokens_per_stage: settings.max_tokens_per_stage,
-        features: Vec::new(),
-        join_token: settings.join_token.clone(),
-    };
-    let joined = within(settings.phase_timeout, "join", client.join(request)).await?.into_inner();
-    if joined.max_tokens_per_stage < settings.max_tokens_per_stage || joined.max_stages < settings.max_stages
-    {
-        return Err(SessionError::Refused(format!(
-            "join: the rank serves {} stages of {} tokens, this attention rank needs {} of {} \
-             (--max-num-batched-tokens here, --max-tokens-per-stage there)",
-            joined.max_stages,
-            joined.max_tokens_per_stage,
-            settings.max_stages,
-            settings.max_tokens_per_stage
-        )));
-    }
-    Ok(joined)
-}
-
-/// Which shard the rank owns. The first rank decides how many there are, if nobody did.
-fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result<Shard, SessionError> {
-    let spec = joined.shard.ok_or_else(|| SessionError::Refused("join: the answer names no shard".into()))?;
-    let shard = Shard::new(spec.index, spec.count).ok_or_else(|| {
-        SessionError::Refused(format!("join: shard {} of {} does not exist", spec.index, spec.count))
-    })?;
-    match shared.shard_count.compare_exchange(0, spec.count, Ordering::AcqRel, Ordering::Acquire) {
-        Err(known) if known != spec.count => Err(SessionError::Refused(format!(
-            "join: shard_count: the rank has {}, other ranks of this deployment have {known}",
-            spec.count
-        ))),
-        _ => Ok(shard),
-    }
-}
-
-/// The best link that both sides offer and that works between them: shared memory needs more than an offer.
-async fn open_link(
-    client: &mut FfnControlServiceClient<Channel>,
-    channel: Channel,
-    address: SocketAddr,
-    peer: &str,
-    joined: &v1::JoinResponse,
-    shared: &Shared,
-) -> Result<Box<dyn HopLink>, SessionError> {
-    let wanted = shared.settings.link_kinds.iter().copied();
-    let mut common = wanted.filter(|kind| joined.link_kinds.contains(&wire_kind(*kind).into())).peekable();
-    while let Some(kind) = common.next() {
-        let (ticket, limits) = grant(client, kind, peer, joined, shared).await?;
-        match attach(kind, channel.clone(), address, ticket, limits, shared).await {
-            Err(AttachError::NotShared { peer, what }) if common.peek().is_some() => {
-                tracing::info!(
-                    peer,
-                    what,
-                    "no memory is shared with this FFN rank: trying the next kind of link"
+    fn handle(&mut self, response: v1::StepsResponse) {
+        match response.message {
+            Some(v1::steps_response::Message::Heartbeat(beat)) => {
+                let begun = (beat.last_step_id, beat.last_layer);
+                if std::mem::replace(&mut self.last_hop, begun) != begun {
+                    self.life.handle_moved(Instant::now());
+                }
+            }
+            Some(v1::steps_response::Message::Report(report)) => {
+                self.life.handle_moved(Instant::now());
+                tracing::trace!(
+                    step = report.step_id,
+                    hops = report.num_hops,
+                    compute_us = report.compute_us,
+                    "step report"
                 );
             }
-            attached => return attached.map_err(|error| SessionError::broken("attach", error)),
+            Some(v1::steps_response::Message::Draining(draining)) => {
+                tracing::info!(remaining_ms = draining.remaining_ms, "FFN rank is draining");
+                self.shared.tell(EdgeEvent::Draining { id: self.id });
+            }
+            None => {}
         }
-    }
-    Err(SessionError::Refused("join: no link kind in common (--link)".into()))
-}
-
-/// Registers a link of one kind: the right to attach to it, and what both ends hold to.
-async fn grant(
-    client: &mut FfnControlServiceClient<Channel>,
-    kind: LinkKind,
-    peer: &str,
-    joined: &v1::JoinResponse,
-    shared: &Shared,
-) -> Result<(Ticket, Limits), SessionError> {
-    let settings = &shared.settings;
-    let link = v1::LinkRequest {
-        kind: wire_kind(kind).into(),
-        credits: settings.max_stages,
-        max_rows: settings.max_tokens_per_stage,
-    };
-    let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
-    let opened = within(settings.phase_timeout, "open links", client.open_links(request)).await?.into_inner();
-    let refused = |what: String| SessionError::Refused(format!("open links: {what}"));
-    let grant = opened.links.first().ok_or_else(|| refused("the answer has no link".into()))?;
-    let secret = Secret::from_slice(&grant.secret)
-        .ok_or_else(|| refused(format!("a secret of {} bytes", grant.secret.len())))?;
-    let max_body_bytes = Limits::body_bytes(grant.max_rows, settings.max_row_bytes)
-        .ok_or_else(|| refused(format!("{} rows do not fit a frame", grant.max_rows)))?;
-    let limits = Limits {
-        kind,
-        peer: peer.to_owned(),
-        epoch: Epoch(grant.epoch),
-        credits: grant.credits,
-        max_rows: grant.max_rows,
-        max_body_bytes,
-    };
-    Ok((Ticket { link_id: LinkId(grant.link_id), secret }, limits))
-}
-
-async fn attach(
-    kind: LinkKind,
-    channel: Channel,
-    address: SocketAddr,
-    ticket: Ticket,
-    limits: Limits,
-    shared: &Shared,
-) -> Result<Box<dyn HopLink>, AttachError> {
-    let (bell, timeout, peer) = (shared.bell.clone(), shared.settings.phase_timeout, limits.peer.clone());
-    if kind == LinkKind::Inline {
-        return Ok(Box::new(inline::dial(channel, &ticket, limits, bell, timeout).await?));
-    }
-    let dial = move || attach::dial(address, &ticket, limits, bell, timeout);
-    let attached = tokio::task::spawn_blocking(dial).await;
-    attached.unwrap_or_else(|error| Err(AttachError::Transport { peer, what: error.to_string() }))
-}
-
-/// The protocol's name of a link kind.
-pub fn wire_kind(kind: LinkKind) -> v1::LinkKind {
-    match kind {
-        LinkKind::Loopback => v1::LinkKind::Loopback,
-        LinkKind::Tcp => v1::LinkKind::Tcp,
-        LinkKind::Inline => v1::LinkKind::Inline,
-        LinkKind::Shm => v1::LinkKind::Shm,
-    }
-}
-
-async fn within<T>(
-    limit: Duration,
-    what: &str,
-    call: impl Future<Output = Result<T, tonic::Status>>,
-) -> Result<T, SessionError> {
-    match tokio::time::timeout(limit, call).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(status)) => Err(SessionError::from_status(what, &status)),
-        Err(_) => Err(SessionError::Broken(format!("{what}: no answer within {} ms", limit.as_millis()))),
     }
 }
 
@@ -429,24 +381,14 @@ fn heartbeat() -> v1::steps_request::Message {
     v1::steps_request::Message::Heartbeat(v1::Heartbeat { sent_at_us, ..v1::Heartbeat::default() })
 }
 
-/// "transport error" says nothing; what it was made of does.
-fn innermost(error: &dyn std::error::Error) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    error.to_string()
-}
-
 impl Shared {
-    fn set_state(&self, cell: &watch::Sender<PeerState>, state: PeerState) {
-        cell.send_replace(state);
-        self.changed.notify_waiters();
-    }
-
     fn tell(&self, event: EdgeEvent) {
         // The engine outlives its edges; if it is gone, so is everything that could use the event.
         let _ = self.events.send(event);
         self.bell.ring();
+    }
+
+    fn lock_roster(&self) -> MutexGuard<'_, Roster> {
+        self.roster.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

@@ -3,19 +3,22 @@
 //! A name may stand for several addresses, and for others later (a replacement, a replica): names are resolved again
 //! every few seconds and at once when a rank was lost.
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::control::{self, PeerState, Shared};
+use super::control::{self, Peer, PeerState, Shared};
+use super::standing::Standing;
 use super::stats::FfnStats;
 
 const RESOLVE_EVERY: Duration = Duration::from_secs(5);
+/// Least time between two resolutions, however many ranks are lost.
+const RESOLVE_PAUSE: Duration = Duration::from_millis(200);
 const FIRST_WORD: Duration = Duration::from_secs(2);
 const WORD_EVERY: Duration = Duration::from_secs(5);
 
@@ -24,8 +27,14 @@ pub struct Directory {
     names: Vec<String>,
     shared: Arc<Shared>,
     stats: Arc<FfnStats>,
-    peers: Mutex<BTreeMap<SocketAddr, watch::Receiver<PeerState>>>,
+    peers: Mutex<BTreeMap<SocketAddr, Tracked>>,
     unresolved: Mutex<BTreeMap<String, String>>,
+}
+
+/// A control task as the directory sees it.
+struct Tracked {
+    peer: watch::Receiver<Peer>,
+    stop: CancellationToken,
 }
 
 /// Why attention cannot start.
@@ -59,16 +68,23 @@ impl Directory {
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         let mut tasks = JoinSet::new();
         while !stop.is_cancelled() {
-            for address in self.resolve().await {
+            // Before resolving, so that no loss during it is missed.
+            let vacated = self.shared.vacated.notified();
+            let found = self.resolve().await;
+            self.forget_all_but(&found);
+            for address in found.into_keys() {
                 if self.lock_peers().contains_key(&address) {
                     continue;
                 }
-                let (sender, receiver) = watch::channel(PeerState::Connecting { last_error: String::new() });
-                self.lock_peers().insert(address, receiver);
-                tasks.spawn(control::run(address, Arc::clone(&self.shared), sender, stop.clone()));
+                let (sender, peer) = watch::channel(Peer::unknown(Instant::now()));
+                let own = stop.child_token();
+                self.lock_peers().insert(address, Tracked { peer, stop: own.clone() });
+                tasks.spawn(control::run(address, Arc::clone(&self.shared), sender, own));
             }
+            while tasks.try_join_next().is_some() {}
             tokio::select! {
                 () = tokio::time::sleep(RESOLVE_EVERY) => {}
+                () = async { vacated.await; tokio::time::sleep(RESOLVE_PAUSE).await } => {}
                 () = stop.cancelled() => {}
             }
         }
@@ -76,8 +92,24 @@ impl Directory {
     }
 
     /// How every known rank stands.
-    pub fn peers(&self) -> Vec<(SocketAddr, PeerState)> {
-        self.lock_peers().iter().map(|(address, state)| (*address, state.borrow().clone())).collect()
+    pub fn peers(&self) -> Vec<(SocketAddr, Peer)> {
+        self.lock_peers().iter().map(|(address, tracked)| (*address, tracked.peer.borrow().clone())).collect()
+    }
+
+    /// Ends the tasks of addresses that no name stands for any more, unless the rank there is in use: it may outlive its
+    /// entry. While a name cannot be resolved nothing is known, and nothing is forgotten.
+    fn forget_all_but(&self, found: &BTreeMap<SocketAddr, String>) {
+        if !self.lock_unresolved().is_empty() {
+            return;
+        }
+        self.lock_peers().retain(|address, tracked| {
+            let stays = found.contains_key(address) || tracked.peer.borrow().in_use().is_some();
+            if !stays {
+                tracing::info!(peer = %address, "no name of --ffn stands for this address any more");
+                tracked.stop.cancel();
+            }
+            stays
+        });
     }
 
     /// Waits until every shard has a rank, saying for whom every few seconds.
@@ -94,8 +126,8 @@ impl Directory {
             if *ready.borrow_and_update() {
                 return Ok(());
             }
-            for (address, state) in self.peers() {
-                if let PeerState::Refused { why } = state {
+            for (address, peer) in self.peers() {
+                if let PeerState::Refused { why, for_good: true } = peer.state {
                     return Err(DirectoryError::Refused { address, why });
                 }
             }
@@ -121,40 +153,33 @@ impl Directory {
         }
     }
 
-    /// One line that says how every rank stands.
+    /// One line that says which shards are missing and how every rank stands, now.
     pub fn describe(&self) -> String {
-        let mut line = String::new();
-        for (address, state) in self.peers() {
-            let separator = if line.is_empty() { "" } else { ", " };
-            let _ = match state {
-                PeerState::Connecting { last_error } if last_error.is_empty() => {
-                    write!(line, "{separator}{address} (connecting)")
-                }
-                PeerState::Connecting { last_error } => write!(line, "{separator}{address} ({last_error})"),
-                PeerState::Refused { why } => write!(line, "{separator}{address} (refused: {why})"),
-                PeerState::Up { shard, .. } => write!(line, "{separator}{address} (up, {shard})"),
-            };
+        let (peers, unresolved) = (self.peers(), self.lock_unresolved());
+        Standing {
+            peers: &peers,
+            unresolved: &unresolved,
+            shard_count: self.shared.shard_count.load(Ordering::Acquire),
+            started: self.shared.started,
+            now: Instant::now(),
         }
-        for (name, why) in self.unresolved.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).iter() {
-            let separator = if line.is_empty() { "" } else { ", " };
-            let _ = write!(line, "{separator}{name} (not resolved: {why})");
-        }
-        line
+        .sentence()
     }
 
-    async fn resolve(&self) -> Vec<SocketAddr> {
-        let mut found = Vec::new();
+    /// The addresses behind all names, each with the first name that stands for it.
+    async fn resolve(&self) -> BTreeMap<SocketAddr, String> {
+        let mut found = BTreeMap::new();
         for name in &self.names {
             let resolved = tokio::time::timeout(RESOLVE_EVERY, tokio::net::lookup_host(name.as_str())).await;
             let failure = match resolved {
                 Ok(Ok(addresses)) => {
-                    found.extend(addresses);
+                    addresses.for_each(|address| self.note(name, address, &mut found));
                     None
                 }
                 Ok(Err(error)) => Some(error.to_string()),
                 Err(_) => Some("no answer".to_owned()),
             };
-            let mut unresolved = self.unresolved.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut unresolved = self.lock_unresolved();
             match failure {
                 Some(why) => drop(unresolved.insert(name.clone(), why)),
                 None => drop(unresolved.remove(name)),
@@ -163,7 +188,19 @@ impl Directory {
         found
     }
 
-    fn lock_peers(&self) -> std::sync::MutexGuard<'_, BTreeMap<SocketAddr, watch::Receiver<PeerState>>> {
+    fn note(&self, name: &str, address: SocketAddr, found: &mut BTreeMap<SocketAddr, String>) {
+        let first = found.entry(address).or_insert_with(|| name.to_owned());
+        // Said once: when the address is new.
+        if first != name && !self.lock_peers().contains_key(&address) {
+            tracing::warn!(%address, first, second = name, "two names of --ffn stand for one address, which counts once");
+        }
+    }
+
+    fn lock_peers(&self) -> MutexGuard<'_, BTreeMap<SocketAddr, Tracked>> {
         self.peers.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn lock_unresolved(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
+        self.unresolved.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

@@ -5,6 +5,7 @@
 //! engine through [`Edge::abandon`], the control task through [`EdgeEvent::Down`].
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use afd_common::frame::RowType;
 use afd_common::ids::Shard;
@@ -25,8 +26,6 @@ pub struct Edge {
     pub shard: Shard,
     /// Element type of what comes back.
     pub combine_dtype: RowType,
-    /// Most rows of a hop.
-    pub max_rows: u32,
     /// Where rows travel.
     pub link: Box<dyn HopLink>,
     /// The way to its control task; none in the monolithic mode.
@@ -44,33 +43,63 @@ pub struct EdgeControl {
     pub plans: mpsc::Sender<v1::StepPlan>,
     /// Why the engine gave the edge up.
     pub abandon: mpsc::Sender<String>,
-    /// How far the rank says it is.
-    pub progress: Arc<Progress>,
+    /// How far the rank says it is, and whether it was given up.
+    pub life: Arc<Life>,
 }
 
-/// When an FFN rank last said that it had begun another hop. Written by the control task, read by the engine.
-#[derive(Debug, Default)]
-pub struct Progress {
-    last_us: AtomicU64,
+/// When an FFN rank last said that it had begun another hop, and when the engine gave it up. Written by the control task
+/// and the engine, read by both.
+#[derive(Debug)]
+pub struct Life {
+    started: Instant,
+    /// Microseconds since `started`; 0 for never.
+    moved_us: AtomicU64,
+    lost_us: AtomicU64,
 }
 
-impl Progress {
-    /// It moved on, at this time on the engine's clock.
-    pub fn handle_moved(&self, now_us: u64) {
-        self.last_us.fetch_max(now_us, Ordering::Relaxed);
+impl Life {
+    /// Of an edge that is new. `started` is some moment in the past.
+    pub fn new(started: Instant) -> Self {
+        Self { started, moved_us: AtomicU64::new(0), lost_us: AtomicU64::new(0) }
     }
 
-    /// When it last moved on; 0 before the first time.
-    pub fn last_us(&self) -> u64 {
-        self.last_us.load(Ordering::Relaxed)
+    /// It moved on.
+    pub fn handle_moved(&self, now: Instant) {
+        self.note(&self.moved_us, now);
+    }
+
+    /// The engine gave it up.
+    pub fn handle_lost(&self, now: Instant) {
+        self.note(&self.lost_us, now);
+    }
+
+    /// When it last moved on; `None` before the first time.
+    pub fn moved_at(&self) -> Option<Instant> {
+        self.read(&self.moved_us)
+    }
+
+    /// When the engine gave it up.
+    pub fn lost_at(&self) -> Option<Instant> {
+        self.read(&self.lost_us)
+    }
+
+    fn note(&self, at_us: &AtomicU64, now: Instant) {
+        let now_us = now.saturating_duration_since(self.started).as_micros() as u64;
+        at_us.fetch_max(now_us.max(1), Ordering::Relaxed);
+    }
+
+    fn read(&self, at_us: &AtomicU64) -> Option<Instant> {
+        let at_us = at_us.load(Ordering::Relaxed);
+        (at_us > 0).then(|| self.started + Duration::from_micros(at_us))
     }
 }
 
 impl Edge {
     /// Tells both the rank and the control task that this edge is given up, and ends it.
-    pub fn abandon(mut self, why: &str) {
+    pub fn abandon(mut self, why: &str, now: Instant) {
         self.link.close(why);
         if let Some(control) = &self.control {
+            control.life.handle_lost(now);
             // A full queue holds an earlier reason; a closed one means that the task has ended by itself.
             let _ = control.abandon.try_send(why.to_owned());
         }

@@ -17,6 +17,8 @@ pub const MAX_SENDS: u8 = 3;
 #[derive(Debug, Default)]
 pub struct HopTable<P> {
     hops: Vec<Hop<P>>,
+    /// Lists of hops that are over, for the next ones: once every stage has had a hop, none allocates.
+    spare: Vec<Vec<Part<P>>>,
 }
 
 #[derive(Debug)]
@@ -105,15 +107,10 @@ impl<P> HopTable<P> {
         }
     }
 
-    /// Frames that an edge has not answered.
-    pub fn in_flight(&self, on: EdgeId) -> usize {
-        let parts = self.hops.iter().flat_map(|hop| &hop.parts);
-        parts.filter(|part| matches!(part.state, PartState::Waiting { edge, .. } if edge == on)).count()
-    }
-
     /// Opens a hop with one unsent part per shard.
     pub fn handle_open(&mut self, key: HopKey, num_shards: usize) {
-        let parts = (0..num_shards).map(|_| Part { sends: 0, state: PartState::Unsent }).collect();
+        let mut parts = self.spare.pop().unwrap_or_default();
+        parts.extend((0..num_shards).map(|_| Part { sends: 0, state: PartState::Unsent }));
         self.hops.push(Hop { key, parts });
     }
 
@@ -149,28 +146,28 @@ impl<P> HopTable<P> {
         count
     }
 
-    /// Takes a complete hop out: the partial results in shard order. `None` while a part is missing.
-    pub fn take(&mut self, key: HopKey) -> Option<Vec<P>> {
+    /// Takes a complete hop out: its partial results, in shard order, are appended to `results`. `false`, and nothing
+    /// changes, while a part is missing.
+    pub fn take(&mut self, key: HopKey, results: &mut Vec<P>) -> bool {
         if !self.is_complete(key) {
-            return None;
+            return false;
         }
-        let index = self.hops.iter().position(|hop| hop.key == key)?;
-        let parts = self.hops.remove(index).parts.into_iter();
-        Some(
-            parts
-                .filter_map(|part| if let PartState::Done(result) = part.state { Some(result) } else { None })
-                .collect(),
-        )
-    }
-
-    /// Forgets a hop that failed.
-    pub fn forget(&mut self, key: HopKey) {
-        self.hops.retain(|hop| hop.key != key);
+        let Some(index) = self.hops.iter().position(|hop| hop.key == key) else { return false };
+        let mut parts = self.hops.remove(index).parts;
+        results.extend(parts.drain(..).filter_map(|part| match part.state {
+            PartState::Done(result) => Some(result),
+            _ => None,
+        }));
+        self.spare.push(parts);
+        true
     }
 
     /// Forgets everything outstanding.
     pub fn clear(&mut self) {
-        self.hops.clear();
+        for mut hop in self.hops.drain(..) {
+            hop.parts.clear();
+            self.spare.push(hop.parts);
+        }
     }
 
     fn find(&self, key: HopKey) -> Option<&Hop<P>> {
@@ -198,6 +195,12 @@ mod tests {
         table
     }
 
+    fn taken(table: &mut HopTable<u32>) -> Vec<u32> {
+        let mut results = Vec::new();
+        assert!(table.take(key(0), &mut results));
+        results
+    }
+
     #[test]
     fn parts_come_back_in_shard_order_whatever_order_they_arrive_in() {
         let mut table = open(3);
@@ -206,11 +209,11 @@ mod tests {
         }
         for shard in [2, 0, 1] {
             assert!(!table.is_complete(key(0)));
-            assert!(table.take(key(0)).is_none());
+            assert!(!table.take(key(0), &mut Vec::new()));
             let arrival = table.handle_arrival(key(0), shard, EdgeId(shard as u64), shard as u32);
             assert_eq!(arrival, Arrival::Accepted);
         }
-        assert_eq!(table.take(key(0)), Some(vec![0, 1, 2]));
+        assert_eq!(taken(&mut table), [0, 1, 2]);
         assert!(table.is_empty());
     }
 
@@ -227,7 +230,7 @@ mod tests {
         assert_eq!(table.handle_arrival(key(0), 0, EdgeId(7), 99), Arrival::Stale);
         assert_eq!(table.handle_arrival(key(0), 0, EdgeId(9), 1), Arrival::Accepted);
         assert_eq!(table.handle_arrival(key(0), 1, EdgeId(8), 2), Arrival::Accepted);
-        assert_eq!(table.take(key(0)), Some(vec![1, 2]));
+        assert_eq!(taken(&mut table), [1, 2]);
     }
 
     #[test]
@@ -238,14 +241,13 @@ mod tests {
         table.handle_sent(key(0), 1, EdgeId(2), 20);
         table.handle_sent(key(1), 0, EdgeId(1), 40);
         assert_eq!(table.oldest_wait(), Some((EdgeId(2), 20)));
-        assert_eq!(table.in_flight(EdgeId(1)), 2);
     }
 
     #[test]
     fn answers_to_forgotten_hops_are_unknown() {
         let mut table = open(1);
         table.handle_sent(key(0), 0, EdgeId(1), 0);
-        table.forget(key(0));
+        table.clear();
         assert_eq!(table.handle_arrival(key(0), 0, EdgeId(1), 1), Arrival::Unknown);
         assert_eq!(table.handle_arrival(key(1), 0, EdgeId(1), 1), Arrival::Unknown);
     }

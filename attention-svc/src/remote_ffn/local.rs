@@ -51,7 +51,6 @@ pub fn connect(
         peer: Arc::from("FFN in this process"),
         shard: spec.shard,
         combine_dtype: spec.combine(),
-        max_rows,
         link: Box::new(here),
         control: None,
         hop_seconds: None,

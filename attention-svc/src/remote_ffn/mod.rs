@@ -2,17 +2,21 @@
 //!
 //! On a token's path: the engine dispatches a layer's rows ([`port`]), they are kept ([`kept`]) and their parts tracked
 //! ([`hop_table`]) until every shard's partial sum is back. Beside it, in tokio: [`directory`] finds the ranks behind
-//! `--ffn`, one [`control`] task per rank joins, opens links and sends plans; [`edge`] is what both sides say to each
-//! other. [`local`] puts the FFN into this process instead (`--ffn local`), and [`connect`] puts the parts together.
+//! `--ffn` and says how they stand ([`standing`]), one [`control`] task per rank joins ([`joining`], [`roster`]), opens
+//! links and sends plans; [`edge`] is what both sides say to each other. [`local`] puts the FFN into this process instead (`--ffn local`), and [`connect`] puts the parts together.
+pub mod clock;
 pub mod connect;
 pub mod control;
 pub mod directory;
 pub mod edge;
 pub mod edges;
 pub mod hop_table;
+mod joining;
 pub mod kept;
 pub mod local;
 pub mod outstanding;
 pub mod port;
 pub mod recorder;
+pub mod roster;
+pub mod standing;
 pub mod stats;

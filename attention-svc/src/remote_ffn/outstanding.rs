@@ -86,11 +86,13 @@ impl Outstanding {
         self.rejected.take()
     }
 
-    /// The parts of a complete hop in shard order; its rows are let go.
-    pub fn take(&mut self, key: HopKey) -> Option<Vec<Tensor>> {
-        let parts = self.table.take(key)?;
-        self.kept.retain(|kept| kept.key != key);
-        Some(parts)
+    /// Appends the parts of a complete hop, in shard order, to `parts`, and lets its rows go. `false` while one is missing.
+    pub fn take(&mut self, key: HopKey, parts: &mut Vec<Tensor>) -> bool {
+        let is_complete = self.table.take(key, parts);
+        if is_complete {
+            self.kept.retain(|kept| kept.key != key);
+        }
+        is_complete
     }
 
     /// Forgets everything.

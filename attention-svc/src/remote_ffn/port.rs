@@ -13,6 +13,7 @@ use afd_common::proto::v1;
 use crossbeam_channel::Receiver;
 use tch::Tensor;
 
+use super::clock::Clock;
 use super::edge::{Edge, EdgeEvent};
 use super::edges::Edges;
 use super::hop_table::{Arrival, EdgeId, MAX_SENDS};
@@ -47,27 +48,60 @@ pub struct RemoteFfn {
     events: Receiver<EdgeEvent>,
     edges: Edges,
     hops: Outstanding,
+    /// Of the hop that is being added up; empty otherwise.
+    parts: Vec<Tensor>,
     announced: Option<Announced>,
     recorder: HopRecorder,
+    clock: Box<dyn Clock>,
     started: Instant,
     /// Since when some shard has had no rank.
     bereft_since: Option<Instant>,
     stats: Arc<FfnStats>,
+    standing: Sentence,
+}
+
+/// Says how the FFN ranks stand, whenever it is asked.
+pub type Sentence = Arc<dyn Fn() -> String + Send + Sync>;
+
+/// What a port is joined to.
+pub struct PortParts {
+    /// Whoever sends an event rings it, as every link of an edge does.
+    pub bell: Doorbell,
+    /// Edges come through it.
+    pub events: Receiver<EdgeEvent>,
+    /// The wall's, but in a simulation.
+    pub clock: Box<dyn Clock>,
+    /// Read by metrics and readiness.
+    pub stats: Arc<FfnStats>,
+    /// For errors.
+    pub standing: Sentence,
 }
 
 impl RemoteFfn {
-    /// Edges come through `events`; whoever sends one rings `bell`, as every link of such an edge does. `started` is
-    /// the zero of the clock that [`Progress`](super::edge::Progress) uses.
-    pub fn new(
-        settings: PortSettings,
-        bell: Doorbell,
-        events: Receiver<EdgeEvent>,
-        started: Instant,
-        stats: Arc<FfnStats>,
-    ) -> Self {
-        let edges = Edges::new(settings.rank);
-        let (hops, recorder, bereft_since) = (Outstanding::default(), HopRecorder::default(), Some(started));
-        Self { settings, bell, events, edges, hops, announced: None, recorder, started, bereft_since, stats }
+    /// Without an edge yet.
+    pub fn new(settings: PortSettings, parts: PortParts) -> Self {
+        let PortParts { bell, events, clock, stats, standing } = parts;
+        let started = clock.now();
+        Self {
+            edges: Edges::new(settings.rank),
+            settings,
+            bell,
+            events,
+            hops: Outstanding::default(),
+            parts: Vec::new(),
+            announced: None,
+            recorder: HopRecorder::default(),
+            clock,
+            started,
+            bereft_since: Some(started),
+            stats,
+            standing,
+        }
+    }
+
+    /// Microseconds since the port began.
+    fn now_us(&self) -> u64 {
+        (self.clock.now() - self.started).as_micros() as u64
     }
 
     // ---- edges come and go
@@ -95,7 +129,7 @@ impl RemoteFfn {
             Err((edge, why)) => {
                 tracing::error!(%peer, %shard, why, "FFN rank does not fit");
                 self.stats.links.handle_down(edge.link.as_ref());
-                edge.abandon(&why);
+                edge.abandon(&why, self.clock.now());
             }
         }
         self.note_readiness();
@@ -107,7 +141,7 @@ impl RemoteFfn {
             self.stats.handle_loss(replays);
             self.stats.links.handle_down(edge.link.as_ref());
             tracing::warn!(peer = %edge.peer, shard = %edge.shard, replays, why, "FFN rank lost");
-            edge.abandon(why);
+            edge.abandon(why, self.clock.now());
             self.note_readiness();
         }
     }
@@ -115,7 +149,7 @@ impl RemoteFfn {
     fn note_readiness(&mut self) {
         let ready = self.edges.is_complete();
         self.stats.set_ready(ready);
-        self.bereft_since = if ready { None } else { self.bereft_since.or_else(|| Some(Instant::now())) };
+        self.bereft_since = if ready { None } else { self.bereft_since.or_else(|| Some(self.clock.now())) };
     }
 
     // ---- rows go out
@@ -123,6 +157,7 @@ impl RemoteFfn {
     /// Hands every unsent part to an edge of its shard, as far as there is one.
     fn send_unsent(&mut self) -> Result<(), FfnLoss> {
         loop {
+            let now_us = self.now_us();
             let Some(part) = self.hops.table.unsent().find(|part| self.edges.has(part.shard)) else {
                 return Ok(());
             };
@@ -140,7 +175,7 @@ impl RemoteFfn {
                     if let Some(announced) = &mut self.announced {
                         announced.tell(edge, &self.stats);
                     }
-                    let (id, now_us) = (edge.id, self.started.elapsed().as_micros() as u64);
+                    let id = edge.id;
                     self.recorder.handle_sent(part.key, part.shard, kept.num_rows, edge, part.sends);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
                 }
@@ -170,6 +205,7 @@ impl RemoteFfn {
     }
 
     fn poll_until_loss(&mut self) -> Option<(EdgeId, String)> {
+        let now_us = self.now_us();
         for edge in self.edges.iter_mut() {
             loop {
                 match edge.link.poll_recv() {
@@ -181,7 +217,7 @@ impl RemoteFfn {
                             Ok(arrival) => {
                                 if arrival == Arrival::Accepted {
                                     self.recorder.handle_arrival(hop, shard);
-                                    observe(edge, sent_us, self.started);
+                                    observe(edge, sent_us, now_us);
                                 }
                                 self.stats.handle_arrival(arrival);
                             }
@@ -201,9 +237,10 @@ impl RemoteFfn {
         let edge = self.edges.iter().find(|edge| edge.id == id)?;
         let num_rows = self.hops.num_rows();
         let allowed = self.settings.hop_timeout + self.settings.hop_timeout_per_row * num_rows;
-        let moved_us = edge.control.as_ref().map_or(0, |control| control.progress.last_us());
-        let overdue = self.started + Duration::from_micros(since_us.max(moved_us)) + allowed;
-        if Instant::now() >= overdue {
+        let moved = edge.control.as_ref().and_then(|control| control.life.moved_at());
+        let sent = self.started + Duration::from_micros(since_us);
+        let overdue = moved.map_or(sent, |moved| sent.max(moved)) + allowed;
+        if self.clock.now() >= overdue {
             let allowed_ms = allowed.as_millis();
             let why = format!(
                 "no answer and no progress within {allowed_ms} ms for {num_rows} rows (--hop-timeout)"
@@ -222,15 +259,16 @@ impl RemoteFfn {
         FfnLoss::Unavailable {
             peer: format!("FFN shard {shard}"),
             what: format!(
-                "no rank serves it and none took its place within {:.1} s (--ffn-loss-timeout)",
-                self.settings.loss_timeout.as_secs_f64()
+                "no rank serves it and none took its place within {:.1} s (--ffn-loss-timeout): {}",
+                self.settings.loss_timeout.as_secs_f64(),
+                (self.standing)()
             ),
         }
     }
 
-    fn add_up(&self, parts: Vec<Tensor>) -> Result<Tensor, FfnLoss> {
+    fn add_up(&mut self) -> Result<Tensor, FfnLoss> {
         let fatal = |error: tch::TchError| FfnLoss::Fatal { what: format!("sum of the shards: {error}") };
-        let mut parts = parts.into_iter();
+        let mut parts = self.parts.drain(..);
         let Some(mut sum) = parts.next() else {
             return Err(FfnLoss::Fatal { what: "a hop without shards".into() });
         };
@@ -267,7 +305,7 @@ impl FfnPort for RemoteFfn {
     }
 
     fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss> {
-        let begun = Instant::now();
+        let begun = self.clock.now();
         self.recorder.handle_wait(hop, begun);
         loop {
             let seen = self.bell.count();
@@ -276,21 +314,21 @@ impl FfnPort for RemoteFfn {
             if let Some(loss) = self.hops.take_rejected() {
                 return Err(loss);
             }
-            if let Some(parts) = self.hops.take(hop) {
-                self.stats.handle_combine(begun.elapsed());
+            if self.hops.take(hop, &mut self.parts) {
+                self.stats.handle_combine(self.clock.now() - begun);
                 self.recorder.handle_complete(hop);
-                return self.add_up(parts);
+                return self.add_up();
             }
             self.send_unsent()?;
             let overdue = self.expire_overdue();
             let bereft = self.bereft();
             if let Some((shard, until)) = bereft
-                && Instant::now() >= until
+                && self.clock.now() >= until
             {
                 return Err(self.unavailable(shard));
             }
             match [overdue, bereft.map(|(_, until)| until)].into_iter().flatten().min() {
-                Some(deadline) => drop(self.bell.wait(seen, Some(deadline))),
+                Some(deadline) => self.clock.wait(&self.bell, seen, deadline),
                 None if self.hops.table.is_empty() => {
                     return Err(FfnLoss::Fatal { what: format!("{hop} was never dispatched") });
                 }
@@ -312,6 +350,10 @@ impl FfnPort for RemoteFfn {
         self.edges.is_complete()
     }
 
+    fn standing(&self) -> String {
+        (self.standing)()
+    }
+
     fn idle(&mut self) {
         self.handle_events();
         self.poll_links();
@@ -319,9 +361,8 @@ impl FfnPort for RemoteFfn {
 }
 
 /// Counts how long an answer of `edge` took that was sent for at `sent_us` on the engine's clock.
-fn observe(edge: &Edge, sent_us: Option<u64>, started: Instant) {
+fn observe(edge: &Edge, sent_us: Option<u64>, now_us: u64) {
     if let (Some(seconds), Some(sent_us)) = (&edge.hop_seconds, sent_us) {
-        let now_us = started.elapsed().as_micros() as u64;
         seconds.observe(now_us.saturating_sub(sent_us) as f64 / 1e6);
     }
 }

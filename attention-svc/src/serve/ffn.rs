@@ -13,10 +13,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::ServeError;
 use super::model::Loaded;
-use crate::api::FfnPeers;
+use crate::api::{FfnPeers, Reason};
 use crate::config::{FfnConfig, FfnTarget, ServeConfig};
 use crate::remote_ffn::connect::{self, Way};
-use crate::remote_ffn::control::{ControlSettings, PeerState};
+use crate::remote_ffn::control::{ControlSettings, Peer};
 use crate::remote_ffn::directory::{Directory, DirectoryError};
 use crate::remote_ffn::port::PortSettings;
 
@@ -113,9 +113,9 @@ impl Running {
             Self::Remote { directory, .. } => {
                 let directory = Arc::clone(directory);
                 Arc::new(move || {
-                    let up = |(address, state): (std::net::SocketAddr, PeerState)| match state {
-                        PeerState::Up { shard, link } => Some(peer(address.to_string(), shard, link)),
-                        _ => None,
+                    let up = |(address, rank): (std::net::SocketAddr, Peer)| {
+                        let (shard, link) = rank.in_use()?;
+                        Some(peer(address.to_string(), shard, link))
                     };
                     directory.peers().into_iter().filter_map(up).collect()
                 })
@@ -124,12 +124,12 @@ impl Running {
     }
 
     /// Says in a sentence how every rank stands.
-    pub(super) fn describe(&self) -> Arc<dyn Fn() -> String + Send + Sync> {
+    pub(super) fn describe(&self) -> Reason {
         match self {
-            Self::Local(_) => Arc::new(|| "the FFN in this process is not ready".into()),
+            Self::Local(_) => Reason::from("the FFN in this process is not ready"),
             Self::Remote { directory, .. } => {
                 let directory = Arc::clone(directory);
-                Arc::new(move || directory.describe())
+                Reason::new(move || directory.describe())
             }
         }
     }

@@ -131,7 +131,7 @@ impl Server {
         metrics::port(&metrics, &listener.stats())?;
         config.trace.spans.count(&metrics)?;
 
-        let (readiness, readiness_receiver) = watch::channel(Readiness::Waiting("FFN ranks".into()));
+        let (readiness, readiness_receiver) = watch::channel(Readiness::Waiting(ffn.describe()));
         let api = Api::new(ApiParts {
             engine: Arc::new(engine.clone()),
             model: loaded.served,
@@ -147,7 +147,9 @@ impl Server {
         })?;
         let router = api::router(api, tonic::service::Routes::default())?;
         let stop_port = CancellationToken::new();
-        let options = Options { drain: FAREWELL, ..Options::default() };
+        let mut options = Options { drain: FAREWELL, ..Options::default() };
+        options.body.whole = config.capacity.body_timeout;
+        options.body.idle = options.body.idle.min(options.body.whole);
         let port = tokio::spawn(listener.serve(router, None, options, stop_port.clone()));
         let readiness_task = readiness::follow(readiness.clone(), &engine, &stats, ffn.describe());
         let shown = config.address.advertise.clone().unwrap_or_else(|| address.to_string());

@@ -1,10 +1,8 @@
 //! Follows what readiness depends on: the FFN ranks and the engine.
-use std::sync::Arc;
-
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::api::Readiness;
+use crate::api::{Readiness, Reason};
 use crate::engine::{EngineHandle, EngineState};
 use crate::remote_ffn::stats::FfnStats;
 
@@ -13,14 +11,14 @@ pub(super) fn follow(
     readiness: watch::Sender<Readiness>,
     engine: &EngineHandle,
     stats: &FfnStats,
-    describe: Arc<dyn Fn() -> String + Send + Sync>,
+    missing: Reason,
 ) -> JoinHandle<()> {
     let (mut state, mut ffn_ready) = (engine.state(), stats.watch_ready());
     tokio::spawn(async move {
         loop {
             let now = match (&*state.borrow_and_update(), *ffn_ready.borrow_and_update()) {
                 (EngineState::Running, true) => Readiness::Ready,
-                (EngineState::Running, false) => Readiness::Waiting(describe()),
+                (EngineState::Running, false) => Readiness::Waiting(missing.clone()),
                 (EngineState::Draining { .. } | EngineState::Stopped, _) => Readiness::Draining,
                 (EngineState::Died { reason }, _) => Readiness::Dead(reason.clone()),
             };

@@ -1,4 +1,7 @@
 //! Bad input: one row each, on one server that must live on.
+use std::time::Duration;
+
+use afd_common::net::{BodyTimes, Options};
 use serde_json::{Value, json};
 
 use super::fake::{MAX_MODEL_LEN, Server, VOCAB_SIZE};
@@ -202,11 +205,35 @@ async fn a_body_of_100_mb_is_refused_before_it_is_read() {
     let body = vec![b' '; 100 << 20];
     let (status, answer) = server.post_text(COMPLETIONS, body.clone()).await;
     assert_eq!((status, &answer["error"]["code"]), (413, &json!("body_too_large")));
+    assert_eq!(answer["error"]["param"], "body");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("--max-body"), "{answer}");
     // The same without a length announced.
     let chunks = body.chunks(1 << 20).map(|c| Ok::<_, std::io::Error>(c.to_vec())).collect::<Vec<_>>();
     let chunked = reqwest::Body::wrap_stream(futures::stream::iter(chunks));
     assert_eq!(server.post_text(COMPLETIONS, chunked).await.0, 413);
     assert_eq!(server.get("/health").await.0, 200);
+}
+
+#[tokio::test]
+async fn half_a_body_is_answered_with_408_and_keeps_nobody_waiting() {
+    let body = BodyTimes { idle: Duration::from_millis(200), whole: Duration::from_secs(1) };
+    let server = Server::start_with("tiny-llama", Options { body, ..Options::default() }).await;
+    let half = |pause: Duration| {
+        let pieces = futures::stream::unfold(0, move |n| async move {
+            if n > 0 {
+                tokio::time::sleep(pause).await;
+            }
+            Some((Ok::<_, std::io::Error>(if n == 0 { "{" } else { " " }), n + 1))
+        });
+        reqwest::Body::wrap_stream(pieces)
+    };
+    for (pause, said) in [(Duration::from_secs(600), "200 ms"), (Duration::from_millis(50), "1000 ms")] {
+        let (status, answer) = server.post_text(COMPLETIONS, half(pause)).await;
+        assert_eq!((status, &answer["error"]["code"]), (408, &json!("body_timeout")), "{answer}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains(said) && message.contains("--body-timeout"), "{message}");
+    }
+    assert_eq!(server.post(COMPLETIONS, &json!({"prompt": "alive?", "max_tokens": 1})).await.0, 200);
 }
 
 #[tokio::test]

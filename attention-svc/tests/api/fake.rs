@@ -178,6 +178,10 @@ impl Drop for Server {
 
 impl Server {
     pub(crate) async fn start(model: &str) -> Self {
+        Self::start_with(model, Options::default()).await
+    }
+
+    pub(crate) async fn start_with(model: &str, options: Options) -> Self {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny").join(model);
         let engine = Arc::new(FakeEngine::default());
         let (readiness, readiness_receiver) = watch::channel(Readiness::Ready);
@@ -203,7 +207,7 @@ impl Server {
         let listener = Listener::bind(([127, 0, 0, 1], 0).into()).await.unwrap();
         let (address, stop) = (listener.address(), CancellationToken::new());
         let http = reqwest::Client::builder().timeout(Duration::from_secs(20)).build().unwrap();
-        tokio::spawn(listener.serve(router, None, Options::default(), stop.clone()));
+        tokio::spawn(listener.serve(router, None, options, stop.clone()));
         Self { engine, address, readiness, http, stop }
     }
 

@@ -203,7 +203,30 @@ async fn tokens_and_the_model_can_be_asked_and_unknown_methods_answer_in_grpc() 
     assert_eq!(back.into_inner().text, "Hello 🙂");
     let info = client.get_model_info(v1::GetModelInfoRequest {}).await.unwrap().into_inner();
     assert_eq!((info.name.as_str(), info.vocab_size), ("tiny", VOCAB_SIZE));
-    let mut other = v1::ffn_control_service_client::FfnControlServiceClient::new(channel(&server).await);
-    let status = other.join(v1::JoinRequest::default()).await.unwrap_err();
+    let mut nobody = tonic::client::Grpc::new(channel(&server).await);
+    nobody.ready().await.unwrap();
+    let codec = tonic_prost::ProstCodec::<v1::AbortRequest, v1::AbortResponse>::default();
+    let path = http::uri::PathAndQuery::from_static("/afd.v1.NobodyService/Call");
+    let status = nobody.unary(Request::new(v1::AbortRequest::default()), path, codec).await.unwrap_err();
     assert_eq!(status.code(), Code::Unimplemented);
+}
+
+#[tokio::test]
+async fn a_message_beyond_the_limit_names_the_option() {
+    let server = Server::start("tiny-llama").await;
+    let mut client = client(&server).await;
+    let request = v1::TokenizeRequest { text: "a".repeat(9 << 20), ..Default::default() };
+    let status = client.tokenize(request).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+    assert!(status.message().contains("--max-body"), "{status:?}");
+}
+
+#[tokio::test]
+async fn a_call_that_ffn_ranks_serve_is_told_whom_it_reached() {
+    let server = Server::start("tiny-llama").await;
+    let channel = channel(&server).await;
+    let mut client = v1::ffn_control_service_client::FfnControlServiceClient::new(channel);
+    let status = client.join(v1::JoinRequest::default()).await.unwrap_err();
+    assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
+    assert!(status.message().contains("attention-svc") && status.message().contains("--ffn"), "{status:?}");
 }

@@ -2,13 +2,16 @@
 //!
 //! The accept loop sets nodelay, lets [`sniff`] decide what a connection speaks, and hands links to the role's acceptor
 //! and everything else to hyper. TLS joins in [`serve_connection`], between accepting and sniffing: everything behind it
-//! is generic over the stream. What a request may do, and how large its body may be, is the router's business.
+//! is generic over the stream. What a request may do, and how large its body may be, is the router's business; that its
+//! headers and its body come in time, and that connections which only stand there are closed, is this module's.
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Body;
 use axum::extract::ConnectInfo;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -22,13 +25,18 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::server::TcpConnectInfo;
 use tower::ServiceExt;
 
+mod body;
 pub mod client;
 pub mod health;
+mod idle;
 mod prefixed;
 mod reflection;
 mod sniff;
 mod stats;
 
+use body::TimedBody;
+pub use body::{BodyTimeout, BodyTimes};
+use idle::{Activity, Watched};
 use prefixed::Prefixed;
 pub use reflection::add_reflection;
 use sniff::Speaks;
@@ -85,9 +93,18 @@ pub struct Options {
     pub max_header_bytes: u32,
     /// Time for a connection's first bytes, and for each request's headers.
     pub header_timeout: Duration,
+    /// Time for each request's body.
+    pub body: BodyTimes,
+    /// Whether a path's request body is a stream that lasts as long as its call: it has no deadline.
+    pub is_stream: fn(&str) -> bool,
+    /// Time that a connection may be open with no request on it.
+    pub idle_timeout: Duration,
     /// Time for what is running when the port is stopped.
     pub drain: Duration,
 }
+
+/// Time without a piece of a body after which the rest is not waited for.
+const BODY_IDLE: Duration = Duration::from_secs(10);
 
 impl Default for Options {
     fn default() -> Self {
@@ -96,6 +113,9 @@ impl Default for Options {
             max_streams: 1024,
             max_header_bytes: 32 << 10,
             header_timeout: Duration::from_secs(10),
+            body: BodyTimes { idle: BODY_IDLE, whole: Duration::from_secs(60) },
+            is_stream: |_| false,
+            idle_timeout: Duration::from_secs(300),
             drain: Duration::from_secs(30),
         }
     }
@@ -201,6 +221,17 @@ struct Port {
     stop: CancellationToken,
 }
 
+impl Port {
+    /// The request with deadlines on its body, unless that is a stream.
+    fn timed(&self, request: http::Request<hyper::body::Incoming>) -> http::Request<Body> {
+        let path = request.uri().path();
+        if path.ends_with("/ServerReflectionInfo") || (self.options.is_stream)(path) {
+            return request.map(Body::new);
+        }
+        request.map(|body| Body::new(TimedBody::new(body, self.options.body)))
+    }
+}
+
 /// When the process is out of descriptors only time helps; other failures concern one connection.
 async fn pause_after(error: &io::Error) {
     if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
@@ -256,15 +287,30 @@ async fn serve_http<S>(port: &Port, stream: Prefixed<S>, peer: SocketAddr, conne
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let activity = Activity::new();
     let service = service_fn(|mut request: http::Request<hyper::body::Incoming>| {
         request.extensions_mut().insert(ConnectInfo(peer));
         request.extensions_mut().insert(connect_info.clone());
-        port.router.clone().oneshot(request)
+        let running = activity.begin();
+        let answered = port.router.clone().oneshot(port.timed(request));
+        async {
+            let answer = answered.await?;
+            Ok::<_, Infallible>(answer.map(|inner| Watched { inner, _running: running }))
+        }
     });
     let connection = port.http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let served = tokio::select! {
         served = connection.as_mut() => served,
+        () = activity.idle_for(port.options.idle_timeout) => {
+            connection.as_mut().graceful_shutdown();
+            // A peer that does not say goodbye either is left alone; one that began a request meanwhile is served.
+            let farewell = port.options.idle_timeout + port.options.header_timeout;
+            tokio::select! {
+                served = connection.as_mut() => served,
+                () = activity.idle_for(farewell) => return,
+            }
+        }
         () = port.stop.cancelled() => {
             connection.as_mut().graceful_shutdown();
             connection.await

@@ -161,6 +161,55 @@ async fn silent_and_slow_connections_are_closed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_connection_without_requests_is_closed_and_one_with_a_request_is_not() {
+    let (idle_timeout, header_timeout) = (Duration::from_millis(100), Duration::from_millis(100));
+    let options = Options { idle_timeout, header_timeout, ..Options::default() };
+    let served = serve(None, options).await;
+    for preface in [&b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n"[..], b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
+        let mut stream = TcpStream::connect(served.address).await.unwrap();
+        stream.write_all(preface).await.unwrap();
+        let mut rest = Vec::new();
+        let closed = timeout(PATIENCE, stream.read_to_end(&mut rest)).await;
+        assert!(closed.is_ok(), "{preface:?} kept its connection");
+    }
+    assert!(
+        http1_get(served.address, "/slow").await.ends_with("slow"),
+        "it takes longer than idle connections have"
+    );
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+/// `/stream` is a call whose request is a stream.
+#[tokio::test(flavor = "multi_thread")]
+async fn half_a_body_is_not_waited_for_unless_it_is_a_stream() {
+    let read = |body: axum::body::Bytes| async move { format!("{} bytes", body.len()) };
+    let router =
+        Router::new().route("/whole", axum::routing::post(read)).route("/stream", axum::routing::post(read));
+    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+    let (address, stop) = (listener.address(), CancellationToken::new());
+    let body = BodyTimes { idle: Duration::from_millis(100), whole: PATIENCE };
+    let options = Options { body, is_stream: |path| path == "/stream", ..Options::default() };
+    let task = tokio::spawn(listener.serve(router, None, options, stop.clone()));
+    let half = async |path: &str| {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 8\r\n\r\nhalf");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream
+    };
+    let mut patient = half("/stream").await;
+    let mut answer = String::new();
+    timeout(PATIENCE, half("/whole").await.read_to_string(&mut answer)).await.unwrap().unwrap();
+    assert!(answer.starts_with("HTTP/1.1 400"), "refused, and the connection closed: {answer}");
+    patient.write_all(b"done").await.unwrap();
+    let mut answer = [0; 64];
+    let count = timeout(PATIENCE, patient.read(&mut answer)).await.unwrap().unwrap();
+    assert!(answer[..count].starts_with(b"HTTP/1.1 200"));
+    drop(patient);
+    stop.cancel();
+    task.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn connections_beyond_the_limit_are_closed_at_once() {
     let served = serve(None, Options { max_connections: 1, ..Options::default() }).await;
     let mut first = TcpStream::connect(served.address).await.unwrap();

@@ -48,6 +48,11 @@ pub fn router(
     Ok(http::routes(health.clone(), refuse::sentence(identity)).merge(metrics.router()).merge(grpc))
 }
 
+/// Whether a call's requests are a stream that lasts as long as the call.
+pub fn is_stream(path: &str) -> bool {
+    matches!(path, "/afd.v1.FfnControlService/Steps" | "/afd.v1.LayerStageService/StreamStages")
+}
+
 /// Attaches connections to the links that were granted to sessions.
 pub fn link_acceptor(sessions: &Arc<Sessions>) -> LinkAcceptor {
     let sessions = Arc::clone(sessions);

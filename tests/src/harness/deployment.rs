@@ -165,11 +165,15 @@ impl Deployment {
         let mut args = vec!["serve".to_owned(), "--model".to_owned(), self.spec.model.display().to_string()];
         args.extend(["--listen".to_owned(), listen.to_owned()]);
         args.extend(["--shard".to_owned(), format!("{}/{shards}", rank / replicas)]);
-        args.extend(["--rank".to_owned(), rank.to_string()]);
         args.extend(self.compute_args());
         args.extend(self.spec.ffn_args.iter().cloned());
         let own = self.spec.ffn_rank_args.iter().filter(|(of, _)| *of == rank);
-        args.extend(own.flat_map(|(_, args)| args).cloned());
+        let own: Vec<_> = own.flat_map(|(_, args)| args).cloned().collect();
+        // A test may want one rank twice.
+        if !own.iter().any(|arg| arg == "--rank") {
+            args.extend(["--rank".to_owned(), rank.to_string()]);
+        }
+        args.extend(own);
         Process::start_in("ffn-svc", &format!("F{rank}"), &args, &self.spec.env, self.folder.path())
     }
 

@@ -1,0 +1,204 @@
+//! From an address to a rank with an open link: connect, join, agree on the shard, register a link and attach to it.
+//! Every phase has its deadline, and every failure says which phase it was.
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use afd_common::frame::RowType;
+use afd_common::ids::{Epoch, Shard};
+use afd_common::link::attach::{self, AttachError};
+use afd_common::link::grants::{LinkId, Secret, Ticket};
+use afd_common::link::{HopLink, Limits, LinkKind, inline};
+use afd_common::net::client;
+use afd_common::proto::v1;
+use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
+use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
+use tonic::Code;
+use tonic::transport::Channel;
+
+use super::control::{SessionError, Shared};
+
+/// A connection to whatever listens at an address.
+pub(super) async fn connect(address: SocketAddr, limit: Duration) -> Result<Channel, SessionError> {
+    let endpoint = client::endpoint(&address.to_string(), limit)
+        .map_err(|error| SessionError::broken("address", error))?;
+    endpoint.connect().await.map_err(|error| SessionError::broken("connecting", innermost(&error)))
+}
+
+pub(super) async fn join(
+    client: &mut FfnControlServiceClient<Channel>,
+    shared: &Shared,
+) -> Result<v1::JoinResponse, SessionError> {
+    let settings = &shared.settings;
+    let request = v1::JoinRequest {
+        protocol_major: PROTOCOL_MAJOR,
+        protocol_minor: PROTOCOL_MINOR,
+        identity: Some(settings.identity.clone()),
+        model: Some(settings.model.clone()),
+        shard_count: shared.shard_count.load(Ordering::Acquire),
+        link_kinds: settings.link_kinds.iter().map(|kind| wire_kind(*kind).into()).collect(),
+        max_stages: settings.max_stages,
+        max_tokens_per_stage: settings.max_tokens_per_stage,
+        features: Vec::new(),
+        join_token: settings.join_token.clone(),
+    };
+    let joined = within(settings.phase_timeout, "join", client.join(request)).await?.into_inner();
+    if joined.max_tokens_per_stage < settings.max_tokens_per_stage || joined.max_stages < settings.max_stages
+    {
+        return Err(SessionError::Refused(format!(
+            "join: the rank serves {} stages of {} tokens, this attention rank needs {} of {} \
+             (--max-num-batched-tokens here, --max-tokens-per-stage there)",
+            joined.max_stages,
+            joined.max_tokens_per_stage,
+            settings.max_stages,
+            settings.max_tokens_per_stage
+        )));
+    }
+    Ok(joined)
+}
+
+/// Element type of what the rank sends back.
+pub(super) fn combine_dtype(joined: &v1::JoinResponse) -> Result<RowType, SessionError> {
+    match joined.combine_dtype() {
+        v1::Dtype::F32 => Ok(RowType::F32),
+        v1::Dtype::Bf16 => Ok(RowType::Bf16),
+        other => Err(SessionError::Refused(format!("join: combine dtype {other:?} is not known here"))),
+    }
+}
+
+/// Which shard the rank owns. The first rank decides how many there are, if nobody did.
+pub(super) fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result<Shard, SessionError> {
+    let spec = joined.shard.ok_or_else(|| SessionError::Refused("join: the answer names no shard".into()))?;
+    let shard = Shard::new(spec.index, spec.count).ok_or_else(|| {
+        SessionError::Refused(format!("join: shard {} of {} does not exist", spec.index, spec.count))
+    })?;
+    match shared.shard_count.compare_exchange(0, spec.count, Ordering::AcqRel, Ordering::Acquire) {
+        Err(known) if known != spec.count => Err(SessionError::Refused(format!(
+            "join: shard_count: the rank has {}, other ranks of this deployment have {known}",
+            spec.count
+        ))),
+        _ => Ok(shard),
+    }
+}
+
+/// The best link that both sides offer and that works between them: shared memory needs more than an offer.
+pub(super) async fn open_link(
+    client: &mut FfnControlServiceClient<Channel>,
+    channel: Channel,
+    address: SocketAddr,
+    peer: &str,
+    joined: &v1::JoinResponse,
+    shared: &Shared,
+) -> Result<Box<dyn HopLink>, SessionError> {
+    let wanted = shared.settings.link_kinds.iter().copied();
+    let mut common = wanted.filter(|kind| joined.link_kinds.contains(&wire_kind(*kind).into())).peekable();
+    while let Some(kind) = common.next() {
+        let (ticket, limits) = grant(client, kind, peer, joined, shared).await?;
+        match attach(kind, channel.clone(), address, ticket, limits, shared).await {
+            Err(AttachError::NotShared { peer, what }) if common.peek().is_some() => {
+                tracing::info!(
+                    peer,
+                    what,
+                    "no memory is shared with this FFN rank: trying the next kind of link"
+                );
+            }
+            attached => return attached.map_err(|error| SessionError::broken("attach", error)),
+        }
+    }
+    Err(SessionError::Refused("join: no link kind in common (--link)".into()))
+}
+
+/// Registers a link of one kind: the right to attach to it, and what both ends hold to.
+async fn grant(
+    client: &mut FfnControlServiceClient<Channel>,
+    kind: LinkKind,
+    peer: &str,
+    joined: &v1::JoinResponse,
+    shared: &Shared,
+) -> Result<(Ticket, Limits), SessionError> {
+    let settings = &shared.settings;
+    let link = v1::LinkRequest {
+        kind: wire_kind(kind).into(),
+        credits: settings.max_stages,
+        max_rows: settings.max_tokens_per_stage,
+    };
+    let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
+    let opened = within(settings.phase_timeout, "open links", client.open_links(request)).await?.into_inner();
+    let refused = |what: String| SessionError::Refused(format!("open links: {what}"));
+    let grant = opened.links.first().ok_or_else(|| refused("the answer has no link".into()))?;
+    let secret = Secret::from_slice(&grant.secret)
+        .ok_or_else(|| refused(format!("a secret of {} bytes", grant.secret.len())))?;
+    let max_body_bytes = Limits::body_bytes(grant.max_rows, settings.max_row_bytes)
+        .ok_or_else(|| refused(format!("{} rows do not fit a frame", grant.max_rows)))?;
+    let limits = Limits {
+        kind,
+        peer: peer.to_owned(),
+        epoch: Epoch(grant.epoch),
+        credits: grant.credits,
+        max_rows: grant.max_rows,
+        max_body_bytes,
+    };
+    Ok((Ticket { link_id: LinkId(grant.link_id), secret }, limits))
+}
+
+async fn attach(
+    kind: LinkKind,
+    channel: Channel,
+    address: SocketAddr,
+    ticket: Ticket,
+    limits: Limits,
+    shared: &Shared,
+) -> Result<Box<dyn HopLink>, AttachError> {
+    let (bell, timeout, peer) = (shared.bell.clone(), shared.settings.phase_timeout, limits.peer.clone());
+    if kind == LinkKind::Inline {
+        return Ok(Box::new(inline::dial(channel, &ticket, limits, bell, timeout).await?));
+    }
+    let dial = move || attach::dial(address, &ticket, limits, bell, timeout);
+    let attached = tokio::task::spawn_blocking(dial).await;
+    attached.unwrap_or_else(|error| Err(AttachError::Transport { peer, what: error.to_string() }))
+}
+
+/// The protocol's name of a link kind.
+fn wire_kind(kind: LinkKind) -> v1::LinkKind {
+    match kind {
+        LinkKind::Loopback => v1::LinkKind::Loopback,
+        LinkKind::Tcp => v1::LinkKind::Tcp,
+        LinkKind::Inline => v1::LinkKind::Inline,
+        LinkKind::Shm => v1::LinkKind::Shm,
+    }
+}
+
+pub(super) async fn within<T>(
+    limit: Duration,
+    what: &str,
+    call: impl Future<Output = Result<T, tonic::Status>>,
+) -> Result<T, SessionError> {
+    match tokio::time::timeout(limit, call).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(status)) => Err(from_status(what, &status)),
+        Err(_) => Err(SessionError::Broken(format!("{what}: no answer within {} ms", limit.as_millis()))),
+    }
+}
+
+/// A `FAILED_PRECONDITION` will not go away by trying again soon; everything else may.
+fn from_status(what: &str, status: &tonic::Status) -> SessionError {
+    match status.code() {
+        Code::FailedPrecondition | Code::PermissionDenied | Code::Unauthenticated => {
+            SessionError::Refused(format!("{what}: {}", status.message()))
+        }
+        Code::Unimplemented => SessionError::Refused(format!(
+            "{what}: no ffn-svc listens there (--ffn): {}",
+            if status.message().is_empty() { "it does not know the call" } else { status.message() }
+        )),
+        _ => SessionError::Broken(format!("{what}: {} ({:?})", status.message(), status.code())),
+    }
+}
+
+/// "transport error" says nothing; what it was made of does.
+fn innermost(error: &dyn std::error::Error) -> String {
+    let mut error = error;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    error.to_string()
+}

@@ -1,0 +1,172 @@
+//! How the FFN ranks stand right now, and that in a sentence: which shard is missing for how long, and what was last
+//! heard from every address. Pure, so that nothing it says can be older than the question.
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use afd_common::ids::Shard;
+
+use super::control::{Peer, PeerState};
+
+/// Everything known at one moment.
+pub struct Standing<'a> {
+    /// By address.
+    pub peers: &'a [(SocketAddr, Peer)],
+    /// Names that could not be resolved, and why.
+    pub unresolved: &'a BTreeMap<String, String>,
+    /// Shards of the deployment; 0 before the first rank has joined.
+    pub shard_count: u32,
+    /// When this process began to look for ranks.
+    pub started: Instant,
+    /// Now.
+    pub now: Instant,
+}
+
+impl Standing<'_> {
+    /// The sentence.
+    pub fn sentence(&self) -> String {
+        let mut line = self.missing();
+        let mut separator = ": ";
+        for (address, peer) in self.peers {
+            let _ = write!(line, "{separator}{address} ");
+            separator = "; ";
+            self.describe(&mut line, peer);
+        }
+        for (name, why) in self.unresolved {
+            let _ = write!(line, "{separator}{name} cannot be resolved: {why}");
+            separator = "; ";
+        }
+        line
+    }
+
+    fn missing(&self) -> String {
+        if self.shard_count == 0 {
+            return format!("no FFN rank has joined, for {}", seconds(self.now - self.started));
+        }
+        let shards = (0..self.shard_count).filter_map(|index| Shard::new(index, self.shard_count));
+        let missing = shards.filter_map(|shard| self.missing_for(shard).map(|gone| (shard, gone)));
+        let each: Vec<_> =
+            missing.map(|(shard, gone)| format!("{shard} has no rank, for {}", seconds(gone))).collect();
+        // Between a rank's return and the engine's taking it in.
+        if each.is_empty() { "every FFN shard has a rank again".into() } else { each.join(", ") }
+    }
+
+    /// For how long a shard has had no rank; `None` while it has one.
+    fn missing_for(&self, shard: Shard) -> Option<Duration> {
+        let mut since = self.started;
+        for (_, peer) in self.peers {
+            match &peer.state {
+                PeerState::Up { shard: own, life, .. } if *own == shard => match life.lost_at() {
+                    None => return None,
+                    Some(at) => since = since.max(at),
+                },
+                PeerState::Up { .. } => {}
+                _ if peer.served == Some(shard) => since = since.max(peer.since),
+                _ => {}
+            }
+        }
+        Some(self.now.saturating_duration_since(since))
+    }
+
+    fn describe(&self, line: &mut String, peer: &Peer) {
+        let ago = |at: Instant| seconds(self.now.saturating_duration_since(at));
+        let _ = match (&peer.state, peer.served) {
+            (PeerState::Up { shard, life, .. }, _) => match life.lost_at() {
+                None => write!(line, "is up, {shard}"),
+                Some(at) => write!(line, "was up, {shard}, and was lost {} ago", ago(at)),
+            },
+            (PeerState::Refused { why, .. }, _) => {
+                write!(line, "refuses, for {}: {why}", ago(peer.since))
+            }
+            (PeerState::Connecting { last_error }, None) if last_error.is_empty() => {
+                write!(line, "is being connected to, for {}", ago(peer.since))
+            }
+            (PeerState::Connecting { last_error }, None) => {
+                write!(line, "is not there, for {}: {last_error}", ago(peer.since))
+            }
+            (PeerState::Connecting { last_error }, Some(shard)) => {
+                write!(line, "was up, {shard}, and is not there, for {}: {last_error}", ago(peer.since))
+            }
+        };
+    }
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use afd_common::link::LinkKind;
+
+    use super::super::edge::Life;
+    use super::*;
+
+    fn shard(index: u32) -> Shard {
+        Shard::new(index, 2).unwrap()
+    }
+
+    fn up(index: u32, since: Instant, life: &Arc<Life>) -> Peer {
+        let state = PeerState::Up { shard: shard(index), link: LinkKind::Tcp, life: Arc::clone(life) };
+        Peer { state, since, served: Some(shard(index)) }
+    }
+
+    fn sentence(peers: &[Peer], shard_count: u32, started: Instant, after_ms: u64) -> String {
+        let address = |n: usize| SocketAddr::from(([10, 0, 0, 1], 1 + n as u16));
+        let peers: Vec<_> = peers.iter().cloned().enumerate().map(|(n, peer)| (address(n), peer)).collect();
+        let unresolved = BTreeMap::from([("ffn-9:1".to_owned(), "no such host".to_owned())]);
+        let now = started + Duration::from_millis(after_ms);
+        Standing { peers: &peers, unresolved: &unresolved, shard_count, started, now }.sentence()
+    }
+
+    #[test]
+    fn who_is_missing_is_said_with_what_every_address_said_last() {
+        let started = Instant::now();
+        let gone = started + Duration::from_secs(4);
+        let life = Arc::new(Life::new(started));
+        let refused = PeerState::Refused { why: "model.fingerprint differs".into(), for_good: true };
+        let peers = [
+            up(0, started, &life),
+            Peer { state: refused, since: gone, served: Some(shard(1)) },
+            Peer { state: PeerState::Connecting { last_error: String::new() }, since: started, served: None },
+        ];
+        assert_eq!(
+            sentence(&peers, 2, started, 6500),
+            "shard 1/2 has no rank, for 2.5 s: 10.0.0.1:1 is up, shard 0/2; \
+             10.0.0.1:2 refuses, for 2.5 s: model.fingerprint differs; \
+             10.0.0.1:3 is being connected to, for 6.5 s; ffn-9:1 cannot be resolved: no such host"
+        );
+    }
+
+    #[test]
+    fn a_rank_that_the_engine_has_lost_is_not_called_up() {
+        let started = Instant::now();
+        let life = Arc::new(Life::new(started));
+        let peers = [up(0, started, &life), up(1, started, &Arc::new(Life::new(started)))];
+        assert!(sentence(&peers, 2, started, 9000).starts_with("every FFN shard has a rank again"));
+        life.handle_lost(started + Duration::from_secs(8));
+        let said = sentence(&peers, 2, started, 9000);
+        assert!(
+            said.starts_with(
+                "shard 0/2 has no rank, for 1.0 s: 10.0.0.1:1 was up, shard 0/2, and was lost 1.0 s ago"
+            ),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn nobody_has_joined_yet() {
+        let started = Instant::now();
+        let failed = PeerState::Connecting { last_error: "Connection refused".into() };
+        let said = sentence(&[Peer { state: failed, since: started, served: None }], 0, started, 2000);
+        assert!(
+            said.starts_with(
+                "no FFN rank has joined, for 2.0 s: 10.0.0.1:1 is not there, for 2.0 s: Connection refused"
+            ),
+            "{said}"
+        );
+    }
+}
