@@ -7,6 +7,7 @@ pub mod api;
 pub mod bench;
 pub mod cli;
 pub mod config;
+pub mod device;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;

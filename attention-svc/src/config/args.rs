@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
@@ -26,6 +27,9 @@ pub struct ServeArgs {
     /// the same on both roles [default: auto]
     #[arg(long, value_name = "TYPE", help_heading = "Model")]
     pub dtype: Option<DtypeChoice>,
+    /// Where tensors live: cpu, or a GPU as cuda:0, whose libraries are loaded when it is asked for [default: cpu]
+    #[arg(long, value_name = "DEVICE", help_heading = "Model")]
+    pub device: Option<DeviceChoice>,
     /// Where weights come from: auto (the checkpoint) or dummy (random, for benchmarks) [default: auto]
     #[arg(long, value_name = "FORMAT", help_heading = "Model")]
     pub load_format: Option<LoadFormat>,

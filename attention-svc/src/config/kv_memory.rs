@@ -1,10 +1,31 @@
-//! How large the KV cache is, and how long a sequence may be with it. Pure but for [`available_memory`].
+//! How large the KV cache is, and how long a sequence may be with it. Pure but for [`KvMemory::of_machine`].
 use afd_common::config::units::ByteSize;
 
 use super::{OptionError, refuse};
 
-/// Most that is taken without being asked.
+/// Most that is taken of a machine's memory without being asked.
 const AUTO_BYTES: u64 = 4 << 30;
+
+/// Memory that the cache can be in, bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvMemory {
+    /// Free now.
+    pub available: u64,
+    /// Most to take without being asked.
+    pub at_most: u64,
+}
+
+impl KvMemory {
+    /// Of this machine, or of its container where that has less. Others want some of it too.
+    pub fn of_machine() -> Self {
+        Self { available: available_memory(), at_most: AUTO_BYTES }
+    }
+
+    /// Of a device that is this process's own, of which so much is free.
+    pub fn of_device(available: u64) -> Self {
+        Self { available, at_most: u64::MAX }
+    }
+}
 
 /// What the user says about the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +51,7 @@ pub struct KvPlan {
 
 impl KvRequest {
     /// Sizes the cache. `model_len` is what the model was trained for, `asked_len` what the user wants,
-    /// `available` the free memory of the machine, bytes.
+    /// `memory` what there is for it.
     ///
     /// # Errors
     /// [`OptionError`] when what was asked for does not fit together.
@@ -41,7 +62,7 @@ impl KvRequest {
         max_num_seqs: usize,
         model_len: usize,
         asked_len: Option<usize>,
-        available: u64,
+        memory: KvMemory,
     ) -> Result<KvPlan, OptionError> {
         if let Some(asked) = asked_len.filter(|asked| *asked > model_len) {
             return refuse(
@@ -56,7 +77,8 @@ impl KvRequest {
             Self::Blocks(blocks) => u64::from(blocks),
             Self::Memory(ByteSize(bytes)) => bytes / bytes_per_block,
             Self::Auto => {
-                let affordable = AUTO_BYTES.min(available / 4) / bytes_per_block;
+                let KvMemory { available, at_most } = memory;
+                let affordable = at_most.min(available / 4) / bytes_per_block;
                 // One whole sequence is worth more memory than that, if there is any.
                 let one = per_sequence.min(available / 2 / bytes_per_block);
                 (per_sequence * max_num_seqs as u64).min(affordable).max(one)
@@ -84,7 +106,7 @@ impl KvRequest {
 }
 
 /// Free memory of this machine, or of its container where that has less, bytes.
-pub fn available_memory() -> u64 {
+fn available_memory() -> u64 {
     let of_machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
         line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
@@ -102,7 +124,8 @@ mod tests {
 
     fn plan(request: KvRequest, asked_len: Option<usize>, available: u64) -> Result<KvPlan, OptionError> {
         // A block of 16 tokens takes 1 MiB; the model was made for 1600 tokens: 100 blocks.
-        request.plan(1 << 20, 16, 8, 1600, asked_len, available)
+        let memory = KvMemory { available, at_most: AUTO_BYTES };
+        request.plan(1 << 20, 16, 8, 1600, asked_len, memory)
     }
 
     #[test]
@@ -113,6 +136,13 @@ mod tests {
         assert_eq!(plan(KvRequest::Auto, None, gib / 4).unwrap().num_blocks, 100);
         let small = plan(KvRequest::Auto, None, gib / 16).unwrap();
         assert_eq!((small.num_blocks, small.max_model_len, small.shortened), (32, 512, true));
+    }
+
+    #[test]
+    fn a_device_of_our_own_is_used_by_a_quarter() {
+        let memory = KvMemory::of_device(64 << 30);
+        let found = KvRequest::Auto.plan(1 << 20, 16, 1000, 1600, None, memory).unwrap();
+        assert_eq!(found.num_blocks, 16 << 10);
     }
 
     #[test]

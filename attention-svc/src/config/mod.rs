@@ -3,6 +3,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
 use afd_common::config::units::{ByteSize, Span};
@@ -15,7 +16,7 @@ mod kv_memory;
 
 pub use args::ServeArgs;
 pub use choices::{FfnTarget, LinkChoice, LoadFormat};
-pub use kv_memory::{KvPlan, KvRequest, available_memory};
+pub use kv_memory::{KvMemory, KvPlan, KvRequest};
 
 use crate::scheduler::StageRules;
 
@@ -78,6 +79,8 @@ pub struct ModelSource {
     pub name: String,
     /// To compute in.
     pub dtype: DtypeChoice,
+    /// Where.
+    pub device: DeviceChoice,
     /// Where weights come from.
     pub load_format: LoadFormat,
     /// Of dummy weights.
@@ -194,6 +197,7 @@ impl ModelSource {
             folder,
             name,
             dtype: args.dtype.unwrap_or_default(),
+            device: args.device.unwrap_or_default(),
             load_format: args.load_format.unwrap_or_default(),
             seed: args.seed.unwrap_or(0),
             max_model_len: args.max_model_len,

@@ -1,5 +1,7 @@
 //! The seam between the engine and the attention half of the model: what a step needs of it, and nothing else, so that the
 //! loop around it can be tested with a model that is plain arithmetic.
+use std::any::Any;
+
 use afd_common::ids::LayerIdx;
 use tch::Tensor;
 
@@ -15,6 +17,14 @@ use crate::model::{Attended, StageBatch};
 pub trait AttentionPort: Send {
     /// A stage, ready for every layer.
     type Prepared;
+
+    /// Called once on the engine's thread, before anything else there. What it returns is dropped when the thread ends.
+    ///
+    /// # Errors
+    /// [`AttentionError`]; the engine dies of it.
+    fn enter_thread(&mut self) -> Result<Box<dyn Any>, AttentionError> {
+        Ok(Box::new(()))
+    }
 
     /// Decoder layers.
     fn num_layers(&self) -> u16;

@@ -1,9 +1,12 @@
 //! The model behind the engine's seam: attention's weights and the KV cache's tensors, together.
+use std::any::Any;
+
 use afd_common::ids::LayerIdx;
 use afd_common::layers::Selected;
 use tch::Tensor;
 
 use super::{AttentionError, AttentionPort, SideTensors};
+use crate::device::Gpu;
 use crate::model::{Attended, AttentionModel, KvCache, ModelError, PreparedStage, StageBatch};
 
 /// A model with the cache it writes to.
@@ -11,6 +14,7 @@ pub struct CachedAttention {
     model: AttentionModel,
     cache: KvCache,
     num_layers: u16,
+    gpu: Option<Gpu>,
 }
 
 impl CachedAttention {
@@ -24,12 +28,24 @@ impl CachedAttention {
             field: "num_hidden_layers",
             what: format!("{num_layers}; at most {} are served", u16::MAX),
         })?;
-        Ok(Self { model, cache, num_layers })
+        Ok(Self { model, cache, num_layers, gpu: None })
+    }
+
+    /// The device that model and cache are on, when it is a GPU.
+    pub fn on(mut self, gpu: Option<Gpu>) -> Self {
+        self.gpu = gpu;
+        self
     }
 }
 
 impl AttentionPort for CachedAttention {
     type Prepared = PreparedStage;
+
+    fn enter_thread(&mut self) -> Result<Box<dyn Any>, AttentionError> {
+        let Some(gpu) = &self.gpu else { return Ok(Box::new(())) };
+        let guard = gpu.enter().map_err(|error| AttentionError(format!("--device: {error}")))?;
+        Ok(Box::new(guard))
+    }
 
     fn num_layers(&self) -> u16 {
         self.num_layers

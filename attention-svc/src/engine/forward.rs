@@ -140,7 +140,8 @@ impl<A: AttentionPort> Pass<'_, A> {
             let what = format!("the FFN returned {}, expected {}", describe(&output), describe(&residual));
             return Err(wrong(hop, what));
         }
-        residual.f_add_(&output).map_err(|error| wrong(hop, error.to_string()))
+        let sum = output.f_to_device(residual.device()).and_then(|output| residual.f_add_(&output));
+        sum.map_err(|error| wrong(hop, error.to_string()))
     }
 }
 

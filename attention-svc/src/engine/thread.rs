@@ -54,8 +54,11 @@ pub fn spawn<A: AttentionPort + 'static>(
 
 fn live<A: AttentionPort>(mut engine: Engine<A>) -> Result<(), EngineDeath> {
     let _no_grad = tch::no_grad_guard();
-    let outcome = catch_unwind(AssertUnwindSafe(|| engine.run()))
-        .unwrap_or_else(|panic| Err(EngineDeath(format!("panic: {}", panic_message(&*panic)))));
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let _on_thread = engine.attention.enter_thread().map_err(|error| EngineDeath(error.0))?;
+        engine.run()
+    }))
+    .unwrap_or_else(|panic| Err(EngineDeath(format!("panic: {}", panic_message(&*panic)))));
     let (state, error) = match &outcome {
         Ok(()) => (EngineState::Stopped, SequenceError::ShuttingDown),
         Err(death) => {

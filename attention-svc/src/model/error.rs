@@ -3,6 +3,8 @@ use afd_common::ids::LayerIdx;
 use afd_common::weights::WeightError;
 use afd_ffi::cpu_attention::ShapeError;
 
+use super::rows::RowsError;
+
 /// Why attention cannot be loaded or computed. A retry of the same call does not help.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
@@ -65,9 +67,18 @@ impl<T> At<T> for Result<T, tch::TchError> {
     }
 }
 
-impl<T> At<T> for Result<T, ShapeError> {
+impl<T> At<T> for Result<T, RowsError> {
     fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError> {
-        self.map_err(|source| ModelError::Shape { place: format!("{layer}: {operation}"), source })
+        self.map_err(|error| error.at_place(format!("{layer}: {operation}")))
+    }
+}
+
+impl RowsError {
+    pub(super) fn at_place(self, place: String) -> ModelError {
+        match self {
+            Self::Shape(source) => ModelError::Shape { place, source },
+            Self::Torch(source) => ModelError::Torch { place, source },
+        }
     }
 }
 

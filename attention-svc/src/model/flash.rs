@@ -3,7 +3,7 @@
 //! The kernel's causal mask starts at the first key, so a chunk with earlier context needs two calls: the chunk against
 //! itself (causal) and against what came before (everything), joined by their log-sum-exp. No mask is ever built, and
 //! nothing above the diagonal is computed.
-use tch::{TchError, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 /// `queries` `[batch, heads, len, dim]`; `keys` and `values` `[batch, heads, context, dim]`, the last `len` of them the
 /// rows' own. Returns `[batch, heads, len, dim]`.
@@ -34,14 +34,56 @@ fn attend(
     causal: bool,
     scale: f64,
 ) -> Result<(Tensor, Tensor), TchError> {
-    Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, None::<Tensor>, scale)
+    // What libtorch's fused kernel for GPUs takes.
+    let fits = q.kind() != Kind::Float && q.size()[3] % 8 == 0;
+    match q.device() {
+        Device::Cpu => {
+            let none = None::<Tensor>;
+            Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, none, scale)
+        }
+        _ if fits => {
+            let (out, lse, _, _) = Tensor::f_internal_scaled_dot_product_efficient_attention(
+                q,
+                k,
+                v,
+                None::<Tensor>,
+                true,
+                0.0,
+                causal,
+                scale,
+            )?;
+            // Its rows are padded to full tiles.
+            Ok((out, lse.f_narrow(2, 0, q.size()[2])?))
+        }
+        _ => plainly(q, k, v, causal, scale),
+    }
+}
+
+/// The same step by step, scores in f32 and in memory.
+fn plainly(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    causal: bool,
+    scale: f64,
+) -> Result<(Tensor, Tensor), TchError> {
+    let wide = |x: &Tensor| x.f_to_kind(Kind::Float);
+    let mut scores = wide(q)?.f_matmul(&wide(k)?.f_transpose(2, 3)?)?.f_mul_scalar(scale)?;
+    if causal {
+        let size = [q.size()[2], k.size()[2]];
+        let above = Tensor::f_ones(size, (Kind::Bool, q.device()))?.f_triu(1)?;
+        scores = scores.f_masked_fill(&above, f64::NEG_INFINITY)?;
+    }
+    let lse = scores.f_logsumexp([-1i64], false)?;
+    let out = scores.f_softmax(-1, Kind::Float)?.f_matmul(&wide(v)?)?.f_to_kind(q.kind())?;
+    Ok((out, lse))
 }
 
 #[cfg(test)]
 mod tests {
     use tch::{Device, Kind, Tensor};
 
-    use super::causal_attention;
+    use super::{causal_attention, plainly};
 
     #[test]
     fn a_chunk_with_earlier_context_is_the_textbook_s() {
@@ -57,8 +99,13 @@ mod tests {
                     .softmax(-1, Kind::Float)
                     .matmul(&v);
                 let found = causal_attention(&q, &k, &v, 0.3).unwrap();
-                let worst = (found - expected).abs().max().double_value(&[]);
+                let worst = (&found - expected).abs().max().double_value(&[]);
                 assert!(worst < 2e-6, "{len} of {context}: {worst:e}");
+                let (own, lse) = plainly(&q, &k.narrow(2, 0, len), &v.narrow(2, 0, len), true, 0.3).unwrap();
+                assert_eq!(lse.size(), [2, 3, len]);
+                if len == context {
+                    assert!((own - found).abs().max().double_value(&[]) < 2e-6);
+                }
             }
         });
     }

@@ -2,16 +2,17 @@
 use afd_common::config::model::{GqaConfig, ModelConfig, QkNorm};
 use afd_common::ids::LayerIdx;
 use afd_common::weights::{WeightError, Weights};
-use afd_ffi::cpu_attention::{CacheView, paged_attention};
-use afd_ffi::cpu_rows::{GqaShape, QkNorms, gqa_rows};
+use afd_ffi::cpu_attention::CacheView;
+use afd_ffi::cpu_rows::GqaShape;
 use tch::Tensor;
 
 use super::error::{At, ModelError};
 use super::flash::causal_attention;
 use super::kv::LayerCache;
 use super::prepare::{GatheredRows, PreparedStage};
-use super::project::{OutProjection, fused, numbers};
+use super::project::{OutProjection, fused};
 use super::rope::Rope;
+use super::rows::{Norm, Norms, direct_attention, gqa_rows};
 
 /// One layer's attention.
 pub(super) struct Gqa {
@@ -23,12 +24,6 @@ pub(super) struct Gqa {
     norms: Option<Norms>,
     clip: Option<f64>,
     scale: f64,
-}
-
-struct Norms {
-    query: Vec<f32>,
-    key: Vec<f32>,
-    eps: f64,
 }
 
 impl Gqa {
@@ -48,9 +43,7 @@ impl Gqa {
         let parts = [("q_proj", q_len), ("k_proj", kv_len), ("v_proj", kv_len)];
         let qkv = fused(weights, prefix, &parts, "weight", Some(hidden))?;
         let bias = config.qkv_bias.then(|| fused(weights, prefix, &parts, "bias", None)).transpose()?;
-        let norm = |name: &str, len: usize| -> Result<Vec<f32>, WeightError> {
-            numbers(weights, &format!("{prefix}.{name}.weight"), len)
-        };
+        let norm = |name: &str, len: usize| Norm::load(weights, &format!("{prefix}.{name}.weight"), len);
         let lens = match config.qk_norm {
             QkNorm::None => None,
             QkNorm::PerHead => Some((head_dim, head_dim)),
@@ -94,8 +87,7 @@ impl Gqa {
         let LayerCache::Gqa { keys, values } = cache else { return Err(ModelError::Cache { layer }) };
         let GqaShape { num_heads, num_kv_heads, head_dim } = self.shape;
         let qkv = x.f_linear(&self.qkv, self.bias.as_ref()).at(layer, "qkv_proj")?;
-        let norms = self.norms.as_ref().map(|n| QkNorms { query: &n.query, key: &n.key, eps: n.eps });
-        gqa_rows(&qkv, self.shape, norms, self.clip, &stage.rope(rope), &stage.slots, keys, values)
+        gqa_rows(&qkv, self.shape, self.norms.as_ref(), self.clip, rope, stage, keys, values)
             .at(layer, "rope and cache")?;
 
         let rows = stage.num_rows as i64;
@@ -106,8 +98,7 @@ impl Gqa {
         let shape = [rows, num_heads as i64, head_dim as i64];
         let attended = Tensor::f_empty(shape, (qkv.kind(), qkv.device())).at(layer, "attention")?;
         let view = CacheView { keys, values, num_kv_heads, key_dim: head_dim, value_dim: head_dim };
-        paged_attention(&[&queries], &view, &stage.direct, self.scale, &attended, stage.max_threads)
-            .at(layer, "attention")?;
+        direct_attention(&[&queries], &view, stage, self.scale, &attended).at(layer, "attention")?;
         for sequence in &stage.gathered {
             self.gathered(sequence, &heads, keys, values, &attended).at(layer, "attention of a chunk")?;
         }

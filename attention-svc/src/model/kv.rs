@@ -1,7 +1,7 @@
 //! The tensors of the paged KV cache, one set per layer. Which block belongs to whom is the block pool's business.
 use afd_common::config::model::{AttentionConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::error::ModelError;
 
@@ -45,10 +45,29 @@ impl KvCache {
         block_size: usize,
         kind: Kind,
     ) -> Result<Self, ModelError> {
+        Self::new_on(config, num_blocks, block_size, kind, Device::Cpu)
+    }
+
+    /// The same on `device`, which must be the weights'.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn new_on(
+        config: &ModelConfig,
+        num_blocks: usize,
+        block_size: usize,
+        kind: Kind,
+        device: Device,
+    ) -> Result<Self, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let shape = [&[num_blocks as i64, block_size as i64], &shapes(config).1[..]].concat();
-        let zeros =
-            || afd_ffi::zeroed_for_life(&shape, kind).map_err(|source| ModelError::CacheMemory { source });
+        let zeros = || {
+            let zeros = match device {
+                Device::Cpu => afd_ffi::zeroed_for_life(&shape, kind),
+                _ => Tensor::f_zeros(&shape, (kind, device)).map_err(Into::into),
+            };
+            zeros.map_err(|source| ModelError::CacheMemory { source })
+        };
         let layers = config
             .layers
             .iter()

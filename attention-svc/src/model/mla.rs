@@ -7,16 +7,16 @@
 use afd_common::config::model::{MlaConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
 use afd_common::weights::{WeightError, Weights};
-use afd_ffi::cpu_attention::{CacheView, paged_attention};
-use afd_ffi::cpu_rows::{mla_rows, rms_norm};
+use afd_ffi::cpu_attention::CacheView;
 use tch::{TchError, Tensor};
 
 use super::error::{At, ModelError, outside_layers};
 use super::flash::causal_attention;
 use super::kv::LayerCache;
 use super::prepare::{GatheredRows, PreparedStage};
-use super::project::{OutProjection, fused, numbers};
+use super::project::{OutProjection, fused};
 use super::rope::{Rope, softmax_factor};
+use super::rows::{Norm, direct_attention, mla_rows, rms_norm};
 
 /// Epsilon of the norms of the latents, whatever the model's own is.
 const LATENT_NORM_EPS: f64 = 1e-6;
@@ -29,7 +29,7 @@ pub(super) struct Mla {
     down_bias: Option<Tensor>,
     query_latent: Option<QueryLatent>,
     /// `[kv_lora_rank]`
-    kv_norm: Vec<f32>,
+    kv_norm: Norm,
     /// W_UK and W_UV, `[num_heads * (nope + value), kv_lora_rank]`.
     up: Tensor,
     /// W_UK, `[num_heads, nope, kv_lora_rank]`, a view.
@@ -43,7 +43,7 @@ pub(super) struct Mla {
 /// The query's low-rank projection.
 struct QueryLatent {
     /// `[q_lora_rank]`
-    norm: Vec<f32>,
+    norm: Norm,
     /// W_UQ with W_QR, `[num_heads * (nope + rope), q_lora_rank]`.
     up: Tensor,
 }
@@ -116,7 +116,7 @@ impl Mla {
             .q_lora_rank
             .map(|rank| -> Result<_, WeightError> {
                 Ok(QueryLatent {
-                    norm: numbers(weights, &format!("{prefix}.q_a_layernorm.weight"), rank)?,
+                    norm: Norm::load(weights, &format!("{prefix}.q_a_layernorm.weight"), rank)?,
                     up: weights
                         .tensor(&format!("{prefix}.q_b_proj.weight"), &[query_rows as i64, rank as i64])?,
                 })
@@ -132,7 +132,7 @@ impl Mla {
             down,
             down_bias,
             query_latent,
-            kv_norm: numbers(weights, &format!("{prefix}.kv_a_layernorm.weight"), config.kv_lora_rank)?,
+            kv_norm: Norm::load(weights, &format!("{prefix}.kv_a_layernorm.weight"), config.kv_lora_rank)?,
             up,
             up_keys,
             up_values,
@@ -172,7 +172,7 @@ impl Mla {
             }
         };
         let queries = queries.f_unflatten(1, [heads, self.dims.query()]).at(layer, "queries")?;
-        mla_rows(&queries, &latents, &self.kv_norm, LATENT_NORM_EPS, &stage.rope(rope), &stage.slots, cache)
+        mla_rows(&queries, &latents, &self.kv_norm, LATENT_NORM_EPS, rope, stage, cache)
             .at(layer, "rope and cache")?;
 
         let attended = if stage.gathered.is_empty() {
@@ -219,15 +219,8 @@ impl Mla {
             value_dim: latent as usize,
         };
         let row_major = out.f_transpose(0, 1).at(layer, "attention")?;
-        paged_attention(
-            &[&in_latent, &rope_part],
-            &view,
-            &stage.direct,
-            self.scale,
-            &row_major,
-            stage.max_threads,
-        )
-        .at(layer, "attention")?;
+        direct_attention(&[&in_latent, &rope_part], &view, stage, self.scale, &row_major)
+            .at(layer, "attention")?;
         // [heads, rows, latent] · [heads, latent, value]
         out.f_bmm(&self.up_values)
             .and_then(|out| out.f_transpose(0, 1)?.f_reshape([rows, heads * value]))

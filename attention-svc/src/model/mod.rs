@@ -6,9 +6,9 @@
 use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig, Selection};
 use afd_common::ids::LayerIdx;
 use afd_common::layers::{Router, Selected, Selector};
-use afd_common::weights::{WeightError, Weights};
-use afd_ffi::cpu_rows::{Pairing, rms_norm};
-use tch::{Kind, Tensor};
+use afd_common::weights::Weights;
+use afd_ffi::cpu_rows::Pairing;
+use tch::{Device, Kind, Tensor};
 
 mod error;
 mod flash;
@@ -18,11 +18,13 @@ mod mla;
 mod prepare;
 mod project;
 mod rope;
+mod rows;
 
 use error::{At, outside_layers};
 use gqa::Gqa;
 use mla::Mla;
 use rope::Rope;
+use rows::{Norm, rms_norm};
 
 pub use error::ModelError;
 pub use kv::{KvCache, bytes_per_block};
@@ -74,15 +76,15 @@ pub struct AttentionModel {
     embedding: Tensor,
     layers: Vec<Layer>,
     rope: Rope,
-    final_norm: Vec<f32>,
+    final_norm: Norm,
     /// `[vocab, hidden]`; the embedding when they are tied.
     head: Tensor,
 }
 
 struct Layer {
-    input_norm: Vec<f32>,
+    input_norm: Norm,
     attention: Block,
-    post_norm: Vec<f32>,
+    post_norm: Norm,
     gate: Option<Gate>,
 }
 
@@ -135,7 +137,7 @@ impl AttentionModel {
             embedding,
             layers,
             rope: Rope::new(&config.rope, rope_dim, pairing).map_err(outside_layers("rope"))?,
-            final_norm: project::numbers(weights, "model.norm.weight", config.hidden_size)?,
+            final_norm: Norm::load(weights, "model.norm.weight", config.hidden_size)?,
             head,
             config: config.clone(),
         })
@@ -144,6 +146,11 @@ impl AttentionModel {
     /// What was loaded.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Where weights, activations and the cache are.
+    pub fn device(&self) -> Device {
+        self.embedding.device()
     }
 
     /// Dtype of activations and of the cache.
@@ -157,17 +164,22 @@ impl AttentionModel {
     /// [`ModelError`] when an id is beyond the vocabulary.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= self.config.vocab_size) {
+            let what = format!("token id {id} of a vocabulary of {}", self.config.vocab_size);
+            return Err(ModelError::Stage { what });
+        }
         let ids = self.token_ids(ids)?;
         self.embedding.f_index_select(0, &ids).map_err(outside_layers("embed_tokens"))
     }
 
-    /// Token ids as a tensor, `[num_rows]` i64.
+    /// Token ids as a tensor, `[num_rows]` i64, on the model's device.
     ///
     /// # Errors
     /// libtorch's, when memory cannot be had.
     pub fn token_ids(&self, ids: &[u32]) -> Result<Tensor, ModelError> {
         let ids: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
-        Tensor::f_from_slice(&ids).map_err(outside_layers("token ids"))
+        let placed = Tensor::f_from_slice(&ids).and_then(|ids| ids.f_to_device(self.device()));
+        placed.map_err(outside_layers("token ids"))
     }
 
     /// Whether the layer's experts follow from token ids, wherever the gate is.
@@ -194,14 +206,17 @@ impl AttentionModel {
             AttentionConfig::Gqa(_) => prepare::Numbering::Stage,
             AttentionConfig::Mla(_) => prepare::Numbering::DirectOnly,
         };
-        PreparedStage::new(batch, &self.rope, self.max_model_len, numbering, |len, context_len| match reach {
+        let decide = |len, context_len| match reach {
             Reach::Direct => true,
             Reach::Gathered => false,
+            // There every direct row has its whole context copied.
+            Reach::Auto if self.device() != Device::Cpu => len == 1,
             Reach::Auto => match &self.config.attention {
                 AttentionConfig::Gqa(_) => Gqa::prefers_direct(len, context_len),
                 AttentionConfig::Mla(mla) => Mla::prefers_direct(mla, len, context_len),
             },
-        })
+        };
+        PreparedStage::new(batch, &self.rope, self.max_model_len, self.device(), numbering, decide)
     }
 
     /// Attention of one layer: `residual` is the stream before it, `[num_rows, hidden]`; the rows' keys and values are
@@ -288,19 +303,26 @@ impl AttentionModel {
         selected.map(Some).at(layer, "expert selection")
     }
 
-    /// Logits `[rows.len(), vocab]` f32 of some rows of the residual stream after the last layer, `[num_rows, hidden]`.
+    /// Logits `[rows.len(), vocab]` f32, on the CPU, of some rows of the residual stream after the last layer, `[num_rows, hidden]`.
     ///
     /// # Errors
     /// [`ModelError`] when a row is out of bounds.
     pub fn logits(&self, residual: &Tensor, rows: &[usize]) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
         let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
-        let head = |x: &Tensor| x.f_linear(&self.head, None::<Tensor>)?.f_to_kind(Kind::Float);
+        let head = |x: &Tensor| {
+            let logits = x.f_linear(&self.head, None::<Tensor>)?.f_to_kind(Kind::Float)?;
+            logits.f_to_device(Device::Cpu)
+        };
+        if let Some(row) = rows.iter().find(|&&row| row as i64 >= residual.size()[0]) {
+            let what = format!("logits of row {row} of {}", residual.size()[0]);
+            return Err(ModelError::Stage { what });
+        }
         let chosen = Tensor::f_from_slice(&index)
-            .and_then(|index| residual.f_index_select(0, &index))
+            .and_then(|index| residual.f_index_select(0, &index.f_to_device(self.device())?))
             .map_err(outside_layers("rows of the head"))?;
         let normed = rms_norm(&chosen, &self.final_norm, self.config.rms_norm_eps)
-            .map_err(|source| ModelError::Shape { place: "final norm".into(), source })?;
+            .map_err(|error| error.at_place("final norm".into()))?;
         head(&normed).map_err(outside_layers("lm_head"))
     }
 }
@@ -308,9 +330,7 @@ impl AttentionModel {
 impl Layer {
     /// `prefix` names the layer in the checkpoint.
     fn load(config: &ModelConfig, weights: &Weights, prefix: &str) -> Result<Self, ModelError> {
-        let norm = |name: &str| -> Result<Vec<f32>, WeightError> {
-            project::numbers(weights, &format!("{prefix}.{name}.weight"), config.hidden_size)
-        };
+        let norm = |name: &str| Norm::load(weights, &format!("{prefix}.{name}.weight"), config.hidden_size);
         let attention = format!("{prefix}.self_attn");
         Ok(Self {
             input_norm: norm("input_layernorm")?,

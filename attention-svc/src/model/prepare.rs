@@ -7,7 +7,7 @@
 use afd_common::ids::LayerIdx;
 use afd_ffi::cpu_attention::{PagedRow, PagedRows};
 use afd_ffi::cpu_rows::RopeRows;
-use tch::Tensor;
+use tch::{Device, TchError, Tensor};
 
 use super::error::{ModelError, outside_layers};
 use super::rope::Rope;
@@ -44,8 +44,71 @@ pub struct PreparedStage {
     pub(super) gathered: Vec<GatheredRows>,
     /// Threads that direct attention may use.
     pub(super) max_threads: usize,
+    /// What operations take, when the rows are not on the CPU.
+    pub(super) on_device: Option<DeviceRows>,
     cos: Vec<f32>,
     sin: Vec<f32>,
+}
+
+/// The stage's numbers where its rows are.
+pub(super) struct DeviceRows {
+    /// `[num_rows, 1, dim / 2]` f32
+    pub(super) cos: Tensor,
+    /// The same.
+    pub(super) sin: Tensor,
+    /// `[num_rows]` i64
+    pub(super) slots: Tensor,
+    pub(super) direct: Option<DeviceDirect>,
+}
+
+/// Direct rows, their tables padded to the longest.
+pub(super) struct DeviceDirect {
+    /// Their indices in the queries, `[direct rows]` i64.
+    pub(super) rows: Tensor,
+    /// `[direct rows * blocks of the longest]` i64
+    pub(super) blocks: Tensor,
+    /// Tokens that each attends to, `[direct rows, 1, 1, 1]` i64.
+    pub(super) lens: Tensor,
+}
+
+impl DeviceRows {
+    fn new(
+        device: Device,
+        (cos, sin): (&[f32], &[f32]),
+        slots: &[i64],
+        direct: &PagedRows,
+    ) -> Result<Self, TchError> {
+        let rows = slots.len() as i64;
+        let angles = |x: &[f32]| {
+            Tensor::f_from_slice(x)?.f_view([rows, 1, x.len() as i64 / rows.max(1)])?.f_to_device(device)
+        };
+        Ok(Self {
+            cos: angles(cos)?,
+            sin: angles(sin)?,
+            slots: Tensor::f_from_slice(slots)?.f_to_device(device)?,
+            direct: DeviceDirect::new(device, direct)?,
+        })
+    }
+}
+
+impl DeviceDirect {
+    fn new(device: Device, direct: &PagedRows) -> Result<Option<Self>, TchError> {
+        let Some(longest) = direct.rows.iter().map(|row| row.table.len()).max() else { return Ok(None) };
+        let mut blocks = Vec::with_capacity(direct.rows.len() * longest);
+        for row in &direct.rows {
+            let table = &direct.blocks[row.table.clone()];
+            blocks.extend(table.iter().map(|&block| i64::from(block)));
+            // Finite numbers that are masked.
+            blocks.extend(std::iter::repeat_n(0, longest - table.len()));
+        }
+        let rows: Vec<i64> = direct.rows.iter().map(|row| row.row as i64).collect();
+        let lens: Vec<i64> = direct.rows.iter().map(|row| row.num_tokens as i64).collect();
+        Ok(Some(Self {
+            rows: Tensor::f_from_slice(&rows)?.f_to_device(device)?,
+            blocks: Tensor::f_from_slice(&blocks)?.f_to_device(device)?,
+            lens: Tensor::f_from_slice(&lens)?.f_view([-1, 1, 1, 1])?.f_to_device(device)?,
+        }))
+    }
 }
 
 /// One sequence whose rows attend together.
@@ -78,6 +141,7 @@ impl PreparedStage {
         batch: &StageBatch,
         rope: &Rope,
         max_model_len: usize,
+        device: Device,
         numbering: Numbering,
         prefers_direct: impl Fn(usize, usize) -> bool,
     ) -> Result<Self, ModelError> {
@@ -105,7 +169,9 @@ impl PreparedStage {
             } else {
                 let last_block = block_table.iter().map(|block| block.0).max().unwrap_or_default();
                 let blocks: Vec<i64> = block_table.iter().map(|block| i64::from(block.0)).collect();
-                let blocks = Tensor::f_from_slice(&blocks).map_err(&failed)?;
+                let blocks = Tensor::f_from_slice(&blocks)
+                    .and_then(|blocks| blocks.f_to_device(device))
+                    .map_err(&failed)?;
                 gathered.push(GatheredRows { start, len, context_len, blocks, last_block });
             }
         }
@@ -113,10 +179,61 @@ impl PreparedStage {
         let slots = batch.slot_mapping.clone();
         let num_rows = batch.positions.len();
         let direct_index = (!index.is_empty() && index.len() < num_rows)
-            .then(|| Tensor::f_from_slice(&index))
+            .then(|| Tensor::f_from_slice(&index)?.f_to_device(device))
             .transpose()
             .map_err(&failed)?;
-        Ok(Self { num_rows, slots, direct, direct_index, gathered, max_threads, cos, sin })
+        let on_device = (device != Device::Cpu)
+            .then(|| DeviceRows::new(device, (&cos, &sin), &slots, &direct))
+            .transpose()
+            .map_err(&failed)?;
+        Ok(Self { num_rows, slots, direct, direct_index, gathered, max_threads, on_device, cos, sin })
+    }
+
+    /// Rows alone, for tests of what happens to them; with `device`, as operations take them.
+    #[cfg(test)]
+    pub(super) fn of_rows(
+        rope: &Rope,
+        positions: &[u32],
+        slots: Vec<i64>,
+        direct: PagedRows,
+        device: Option<Device>,
+    ) -> Result<Self, TchError> {
+        let (cos, sin) = rope.rows(positions)?;
+        let on_device =
+            device.map(|device| DeviceRows::new(device, (&cos, &sin), &slots, &direct)).transpose()?;
+        let (num_rows, gathered) = (slots.len(), Vec::new());
+        Ok(Self {
+            num_rows,
+            slots,
+            direct,
+            direct_index: None,
+            gathered,
+            max_threads: 1,
+            on_device,
+            cos,
+            sin,
+        })
+    }
+
+    /// Whether the cache has every slot and context that operations reach for: beyond it they would read foreign memory
+    /// on a device, or take the whole device down. The loops of the CPU check for themselves.
+    fn check_device(&self, layer: LayerIdx, num_blocks: usize, block_size: usize) -> Result<(), ModelError> {
+        let slots = 0..(num_blocks * block_size) as i64;
+        if let Some(slot) = self.slots.iter().find(|slot| !slots.contains(slot)) {
+            return Err(ModelError::Stage { what: format!("{layer}: slot {slot} of {}", slots.end) });
+        }
+        for row in &self.direct.rows {
+            let table = &self.direct.blocks[row.table.clone()];
+            let known = table.iter().all(|&block| (block as usize) < num_blocks);
+            if !known || row.num_tokens > table.len() * block_size {
+                let what = format!(
+                    "{layer}: attention: {} tokens in blocks {table:?} of {num_blocks}",
+                    row.num_tokens
+                );
+                return Err(ModelError::Stage { what });
+            }
+        }
+        Ok(())
     }
 
     /// Whether the cache has every context that is copied from it; direct rows are checked where they are read.
@@ -126,6 +243,10 @@ impl PreparedStage {
         num_blocks: usize,
         block_size: usize,
     ) -> Result<(), ModelError> {
+        // The same for all layers.
+        if self.on_device.is_some() && layer == LayerIdx(0) {
+            self.check_device(layer, num_blocks, block_size)?;
+        }
         for rows in &self.gathered {
             let room = rows.blocks.size()[0] as usize * block_size;
             if rows.context_len > room || rows.last_block as usize >= num_blocks {

@@ -1,6 +1,6 @@
 //! Projections around an attention block.
 use afd_common::weights::{WeightError, Weights};
-use tch::{Kind, TchError, Tensor};
+use tch::{TchError, Tensor};
 
 /// The output projection, added to the residual in the same product.
 pub(super) struct OutProjection {
@@ -58,14 +58,4 @@ pub(super) fn fused(
     drop(tensors);
     names.iter().for_each(|name| weights.release(name));
     Ok(joined)
-}
-
-/// A norm's weights as plain numbers, for kernels that take them so.
-pub(super) fn numbers(weights: &Weights, name: &str, len: usize) -> Result<Vec<f32>, WeightError> {
-    let tensor = weights.tensor(name, &[len as i64])?;
-    tensor
-        .f_to_kind(Kind::Float)
-        .and_then(|tensor| tensor.f_contiguous())
-        .and_then(Vec::try_from)
-        .map_err(|source| WeightError::Torch { name: name.into(), source })
 }

@@ -13,11 +13,12 @@ use super::directory::Directory;
 use super::local::{self, TooManyRows};
 use super::port::{PortParts, PortSettings, RemoteFfn};
 use super::stats::FfnStats;
+use crate::engine::FfnPort;
 
 /// The engine's way to the FFN, before the engine has started.
 pub struct Way {
     /// For the engine.
-    pub port: RemoteFfn,
+    pub port: Box<dyn FfnPort>,
     /// Rung by everything that concerns the engine.
     pub bell: Doorbell,
     /// For metrics and readiness.
@@ -48,7 +49,7 @@ pub fn remote(names: Vec<String>, control: ControlSettings, port: PortSettings) 
         stats: Arc::clone(&stats),
         standing: Arc::new(move || described.describe()),
     };
-    (Way { port: RemoteFfn::new(port, parts), bell, stats }, directory)
+    (Way { port: Box::new(RemoteFfn::new(port, parts)), bell, stats }, directory)
 }
 
 /// A way to an FFN engine in this process. `credits` are the stages in flight, `max_rows` the most rows of a stage.
@@ -71,5 +72,12 @@ pub fn in_process(
         stats: Arc::clone(&stats),
         standing: Arc::new(|| "the FFN in this process is not there".into()),
     };
-    Ok(Way { port: RemoteFfn::new(port, parts), bell, stats })
+    Ok(Way { port: Box::new(RemoteFfn::new(port, parts)), bell, stats })
+}
+
+/// A way that ends on the engine's own thread.
+pub fn on_thread(port: Box<dyn FfnPort>) -> Way {
+    let (bell, stats) = (Doorbell::default(), Arc::new(FfnStats::default()));
+    stats.set_ready(true);
+    Way { port, bell, stats }
 }

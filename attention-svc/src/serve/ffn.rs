@@ -2,6 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use afd_common::config::device::DeviceChoice;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
@@ -15,6 +16,7 @@ use super::ServeError;
 use super::model::Loaded;
 use crate::api::{FfnPeers, Reason};
 use crate::config::{FfnConfig, FfnTarget, ServeConfig};
+use crate::device::LocalFfn;
 use crate::remote_ffn::connect::{self, Way};
 use crate::remote_ffn::control::{ControlSettings, Peer};
 use crate::remote_ffn::directory::{Directory, DirectoryError};
@@ -28,6 +30,8 @@ const PHASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// What runs beside the engine.
 pub(super) enum Running {
     Local(FfnEngine),
+    /// On the engine's thread.
+    OnDevice,
     Remote {
         directory: Arc<Directory>,
         task: tokio::task::JoinHandle<()>,
@@ -49,6 +53,10 @@ pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, 
     let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
     let credits = config.capacity.stages.max_stages as u32;
     match &config.ffn.target {
+        FfnTarget::Local if config.model.device != DeviceChoice::Cpu => {
+            let model = local_model(loaded, config.ffn.gate)?;
+            Ok((connect::on_thread(Box::new(LocalFfn::new(model))), Running::OnDevice))
+        }
         FfnTarget::Local => {
             let engine = local_engine(loaded, config.ffn.gate, max_rows)?;
             let way = connect::in_process(&engine, port, credits, max_rows)
@@ -76,13 +84,16 @@ pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, 
 }
 
 fn local_engine(loaded: &Loaded, gate: GatePlacement, max_rows: u32) -> Result<FfnEngine, ServeError> {
-    let failed = |error: &dyn std::fmt::Display| ServeError::LocalFfn(error.to_string());
-    let model =
-        FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate).map_err(|e| failed(&e))?;
+    let model = local_model(loaded, gate)?;
     // Its numbers are not shown: in this mode there is no FFN rank to look at.
     let metrics = FfnEngineMetrics::new(&Metrics::new())?;
     let options = EngineOptions { max_rows, max_batch_rows: max_rows, metrics, inject_delay: Duration::ZERO };
-    ffn_svc::engine::spawn(model, options).map_err(|e| failed(&e))
+    ffn_svc::engine::spawn(model, options).map_err(|error| ServeError::LocalFfn(error.to_string()))
+}
+
+fn local_model(loaded: &Loaded, gate: GatePlacement) -> Result<FfnModel, ServeError> {
+    FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate)
+        .map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 
 fn identity(config: &FfnConfig) -> v1::Identity {
@@ -99,7 +110,7 @@ impl Running {
     /// Waits until every shard has a rank.
     pub(super) async fn wait_joined(&self) -> Result<(), DirectoryError> {
         match self {
-            Self::Local(_) => Ok(()),
+            Self::Local(_) | Self::OnDevice => Ok(()),
             Self::Remote { directory, join_timeout, .. } => directory.wait_ready(*join_timeout).await,
         }
     }
@@ -107,7 +118,7 @@ impl Running {
     /// Lists the ranks in use.
     pub(super) fn peers(&self) -> FfnPeers {
         match self {
-            Self::Local(_) => {
+            Self::Local(_) | Self::OnDevice => {
                 Arc::new(|| vec![peer("in this process".into(), Shard::WHOLE, LinkKind::Loopback)])
             }
             Self::Remote { directory, .. } => {
@@ -126,7 +137,7 @@ impl Running {
     /// Says in a sentence how every rank stands.
     pub(super) fn describe(&self) -> Reason {
         match self {
-            Self::Local(_) => Reason::from("the FFN in this process is not ready"),
+            Self::Local(_) | Self::OnDevice => Reason::from("the FFN in this process is not ready"),
             Self::Remote { directory, .. } => {
                 let directory = Arc::clone(directory);
                 Reason::new(move || directory.describe())
@@ -137,6 +148,7 @@ impl Running {
     /// Ends it, after the engine that used it.
     pub(super) async fn stop(self) {
         match self {
+            Self::OnDevice => {}
             Self::Local(engine) => {
                 // Its thread is about to see that nobody is there; joining it may block for a batch.
                 let stopped = tokio::task::spawn_blocking(move || drop(engine)).await;

@@ -7,8 +7,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use afd_common::config::device::DeviceError;
 use afd_common::net::{Drained, Listener, NetError, Options};
 use afd_common::telemetry::{MetricError, Metrics};
+use afd_gpu::GpuError;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -46,6 +48,12 @@ pub enum ServeError {
         /// The system's own words.
         source: std::io::Error,
     },
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The device's driver.
+    #[error("--device: {0}")]
+    Gpu(#[from] GpuError),
     /// The checkpoint's configuration.
     #[error("--model: {0}")]
     Config(#[from] ConfigError),
@@ -87,7 +95,7 @@ pub enum ServeError {
 impl ServeError {
     /// Whether another command line would have helped.
     pub fn is_usage(&self) -> bool {
-        matches!(self, Self::Option(_) | Self::EngineStart(EngineStartError::Config(_)))
+        matches!(self, Self::Option(_) | Self::Device(_) | Self::EngineStart(EngineStartError::Config(_)))
     }
 }
 
@@ -111,6 +119,8 @@ impl Server {
     /// [`ServeError`]; nothing is left running then.
     pub async fn start(config: ServeConfig) -> Result<Self, ServeError> {
         let begun = Instant::now();
+        // Before anything of libtorch is used.
+        config.model.device.load()?;
         afd_ffi::process::set_compute_threads(config.capacity.threads);
         let listener = Listener::bind(config.address.listen).await?;
         let address = listener.address();
@@ -126,7 +136,7 @@ impl Server {
         let stats = Arc::clone(&way.stats);
         metrics::ffn(&metrics, &stats, ffn.peers())?;
         let (engine, engine_thread) =
-            engine::spawn(engine_config, loaded.attention, Box::new(way.port), way.bell, engine_metrics)?;
+            engine::spawn(engine_config, loaded.attention, way.port, way.bell, engine_metrics)?;
         metrics::engine(&metrics, engine.metrics())?;
         metrics::port(&metrics, &listener.stats())?;
         config.trace.spans.count(&metrics)?;

@@ -7,7 +7,8 @@ use afd_common::weights::Weights;
 
 use super::ServeError;
 use crate::api::ServedModel;
-use crate::config::{CapacityConfig, KvPlan, LoadFormat, ModelSource, ServeConfig, available_memory};
+use crate::config::{CapacityConfig, KvMemory, KvPlan, LoadFormat, ModelSource, ServeConfig};
+use crate::device::Gpu;
 use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};
 use crate::text::{Text, TokenizerFile};
@@ -32,20 +33,31 @@ pub(super) fn load(
 ) -> Result<Loaded, ServeError> {
     let config = ModelConfig::load(&source.folder)?;
     let rows = source.dtype.resolve(config.dtype);
-    let weights = open_weights(source, &config, rows)?;
+    let weights = open_weights(source, &config, rows)?.on(source.device.torch())?;
+    let gpu = Gpu::open(source.device)?;
+    let memory = match &gpu {
+        None => KvMemory::of_machine(),
+        Some(gpu) => KvMemory::of_device(gpu.device().free_bytes()?),
+    };
     let kv = capacity.kv_cache.plan(
         bytes_per_block(&config, capacity.block_size, rows.kind()),
         capacity.block_size,
         capacity.max_num_seqs,
         config.max_position_embeddings,
         source.max_model_len,
-        available_memory(),
+        memory,
     )?;
     let mut attention = AttentionModel::load(&config, &weights, kv.max_model_len)?;
     if gate == GatePlacement::Attention {
         attention.load_gates(&weights)?;
     }
-    let cache = KvCache::new(&config, kv.num_blocks as usize, capacity.block_size, rows.kind())?;
+    let cache = KvCache::new_on(
+        &config,
+        kv.num_blocks as usize,
+        capacity.block_size,
+        rows.kind(),
+        source.device.torch(),
+    )?;
     let tokenizer_file = match source.load_format {
         LoadFormat::Auto => TokenizerFile::Required,
         LoadFormat::Dummy => TokenizerFile::Optional,
@@ -64,6 +76,7 @@ pub(super) fn load(
         architecture = identity.architecture,
         fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
         dtype = ?rows,
+        device = %source.device,
         load_format = %source.load_format,
         threads = capacity.threads,
         kv_cache_mib,
@@ -78,7 +91,7 @@ pub(super) fn load(
         );
     }
     Ok(Loaded {
-        attention: CachedAttention::new(attention, cache)?,
+        attention: CachedAttention::new(attention, cache)?.on(gpu),
         config,
         rows,
         text,

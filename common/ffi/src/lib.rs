@@ -1,7 +1,7 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
 //! of a tensor as a slice ([`memory`]), loops for few rows on the CPU ([`cpu_attention`], [`cpu_rows`], [`cpu_mlp`]) and
-//! the threads that share them ([`Crew`]), control over this process ([`process`]), and memory shared between processes
-//! ([`shm`]) with the sleep that goes with it ([`futex`]).
+//! the threads that share them ([`Crew`]), libtorch on a GPU ([`cuda`]), control over this process ([`process`]), and memory
+//! shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]).
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
@@ -9,6 +9,7 @@ pub mod cpu_attention;
 pub mod cpu_mlp;
 pub mod cpu_rows;
 mod crew;
+pub mod cuda;
 pub mod futex;
 mod mapped;
 pub mod memory;

@@ -17,6 +17,24 @@ DEVICE float block_sum(float v, float* scratch) {
     return scratch[32];
 }
 
+// out = norm of `r` * weight, for eight neighbouring elements of a row per thread.
+DEVICE uint4 normed(const uint4& r, const uint4& w, int hidden, float epsilon, float* scratch) {
+    const u32 *pairs = (const u32*)&r, *scale = (const u32*)&w;
+    float square = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) square += f32_low(pairs[i]) * f32_low(pairs[i]) + f32_high(pairs[i]) * f32_high(pairs[i]);
+    const float f = rsqrtf(block_sum(square, scratch) / hidden + epsilon);
+    uint4 o;
+    u32* result = (u32*)&o;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) // the normed value is rounded before it is scaled, as the models do
+    {
+        const u32 normed = bf16_pair(f32_low(pairs[i]) * f, f32_high(pairs[i]) * f);
+        result[i] = bf16_pair(f32_low(normed) * f32_low(scale[i]), f32_high(normed) * f32_high(scale[i]));
+    }
+    return o;
+}
+
 // residual += delta (if any), rounded to bf16 as it is stored; out = norm of that * weight.
 // grid rows, hidden / 8 threads
 KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16* out, int hidden, float epsilon) {
@@ -26,8 +44,8 @@ KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16
     wait_for_previous();
     const size_t at = (size_t)blockIdx.x * (hidden / 8) + threadIdx.x;
     uint4 r = ((const uint4*)residual)[at];
-    u32* pairs = (u32*)&r;
     if (delta) {
+        u32* pairs = (u32*)&r;
         const uint4 d = ((const uint4*)delta)[at];
         const u32* more = (const u32*)&d;
 #pragma unroll
@@ -35,59 +53,139 @@ KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16
             pairs[i] = bf16_pair(f32_low(pairs[i]) + f32_low(more[i]), f32_high(pairs[i]) + f32_high(more[i]));
         ((uint4*)residual)[at] = r;
     }
-    float square = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) square += f32_low(pairs[i]) * f32_low(pairs[i]) + f32_high(pairs[i]) * f32_high(pairs[i]);
-    const float f = rsqrtf(block_sum(square, scratch) / hidden + epsilon);
-    const u32* scale = (const u32*)&w;
-    uint4 o;
-    u32* result = (u32*)&o;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) // the normed value is rounded before it is scaled, as the models do
-    {
-        const u32 normed = bf16_pair(f32_low(pairs[i]) * f, f32_high(pairs[i]) * f);
-        result[i] = bf16_pair(f32_low(normed) * f32_low(scale[i]), f32_high(normed) * f32_high(scale[i]));
-    }
-    ((uint4*)out)[at] = o;
+    ((uint4*)out)[at] = normed(r, w, hidden, epsilon, scratch);
 }
 
-// What MLA puts into its cache: the normed latent, then the rotated rope key; and the rotated rope part of every query.
-// kv [rows, latent + rope], query [rows, heads, query_stride] with the rope part at query_rope, both bf16;
-// cos_sin [positions, rope] f32: rope / 2 cosines, then as many sines. Neighbouring elements are a pair and come out
-// as halves, as the checkpoint's interleaved layout asks. grid rows, latent / 4 threads
-KERNEL void mla_write(const bf16* kv, const bf16* latent_norm, bf16* query, const float* cos_sin, const int* positions,
-                      const long long* slots, bf16* cache, int latent, int rope, int heads, int query_stride, int query_rope, float epsilon) {
+// residual += sum of `count` partial sums, f32, each [.., hidden] at its address in `parts`, added in that order; out as
+// above. grid rows, hidden / 8 threads
+KERNEL void rms_norm_parts(const u64* parts, int count, bf16* residual, const bf16* weight, bf16* out, int hidden, float epsilon) {
+    __shared__ float scratch[33];
+    let_next_start();
+    const uint4 w = __ldg((const uint4*)weight + threadIdx.x);
+    wait_for_previous();
+    const size_t at = (size_t)blockIdx.x * (hidden / 8) + threadIdx.x;
+    float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    for (int p = 0; p < count; ++p) {
+        const float4* part = (const float4*)parts[p] + at * 2;
+        const float4 a = part[0], b = part[1];
+        sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+        sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+    }
+    uint4 r = ((const uint4*)residual)[at];
+    u32* pairs = (u32*)&r;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) { // the sum is rounded before it is added, as everywhere
+        const u32 whole = bf16_pair(sum[2 * i], sum[2 * i + 1]);
+        pairs[i] = bf16_pair(f32_low(pairs[i]) + f32_low(whole), f32_high(pairs[i]) + f32_high(whole));
+    }
+    ((uint4*)residual)[at] = r;
+    ((uint4*)out)[at] = normed(r, w, hidden, epsilon, scratch);
+}
+
+// residual = the embedding of each row's token; out = its norm. Ids beyond the vocabulary read its last row.
+// grid rows, hidden / 8 threads
+KERNEL void embed_norm(const int* ids, const bf16* table, bf16* residual, const bf16* weight, bf16* out, int vocab, int hidden,
+                       float epsilon) {
+    __shared__ float scratch[33];
+    let_next_start();
+    const uint4 w = __ldg((const uint4*)weight + threadIdx.x);
+    wait_for_previous();
+    const u32 id = min((u32)ids[blockIdx.x], (u32)(vocab - 1));
+    const uint4 r = __ldg((const uint4*)table + (size_t)id * (hidden / 8) + threadIdx.x);
+    const size_t at = (size_t)blockIdx.x * (hidden / 8) + threadIdx.x;
+    ((uint4*)residual)[at] = r;
+    ((uint4*)out)[at] = normed(r, w, hidden, epsilon, scratch);
+}
+
+// What MLA puts into its cache, the normed latent, then the turned rope key; and the turned rope part of every query.
+// `projected` has a row's queries [heads, nope + rope] and behind them its latent and rope key, [latent + rope], and is
+// `stride` elements from row to row. The queries' rope parts go to the end of `query` [rows, heads, latent + rope].
+// cos_sin [positions, rope] f32: rope / 2 cosines, then as many sines. Pairs are neighbours (interleaved) or halves, and stay
+// where they are. grid (rows, 1 + heads / 4), 128 threads: block 0 writes the cache, each other one turns four heads.
+KERNEL void mla_write(const bf16* projected, const bf16* latent_norm, bf16* query, const float* cos_sin, const int* positions,
+                      const long long* slots, bf16* cache, int stride, int latent, int nope, int rope, int heads, int interleaved,
+                      float epsilon) {
     __shared__ float scratch[33];
     let_next_start();
     wait_for_previous();
-    const int row = blockIdx.x, half = rope / 2;
-    const bf16* own = kv + (size_t)row * (latent + rope);
-    const long long slot = slots[row];
+    const int row = blockIdx.x, half = rope / 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bf16* own = projected + (size_t)row * stride;
     const float* angle = cos_sin + (size_t)positions[row] * rope;
-    const uint2 v = *(const uint2*)(own + threadIdx.x * 4);
-    const uint2 w = *(const uint2*)(latent_norm + threadIdx.x * 4);
-    const float a = f32_low(v.x), b = f32_high(v.x), c = f32_low(v.y), d = f32_high(v.y);
-    const float f = rsqrtf(block_sum(a * a + b * b + c * c + d * d, scratch) / latent + epsilon);
-    if (slot >= 0) {
-        bf16* target = cache + (size_t)slot * (latent + rope);
-        const u32 low = bf16_pair(a * f, b * f), high = bf16_pair(c * f, d * f);
-        *(uint2*)(target + threadIdx.x * 4) = make_uint2(bf16_pair(f32_low(low) * f32_low(w.x), f32_high(low) * f32_high(w.x)),
-                                                         bf16_pair(f32_low(high) * f32_low(w.y), f32_high(high) * f32_high(w.y)));
-        if (threadIdx.x < half) {
-            const int i = threadIdx.x;
-            const float x = f32_of(own[latent + 2 * i]), y = f32_of(own[latent + 2 * i + 1]), cs = angle[i], sn = angle[half + i];
-            target[latent + i] = bf16_of(x * cs - y * sn);
-            target[latent + half + i] = bf16_of(y * cs + x * sn);
+    const bool of_cache = blockIdx.y == 0;
+    const int head = (blockIdx.y - 1) * 4 + warp;
+    const bf16* from = of_cache ? own + heads * (nope + rope) + latent : own + head * (nope + rope) + nope;
+    bf16* to;
+    if (of_cache) {
+        const long long slot = slots[row];
+        if (slot < 0) return; // padding
+        to = cache + (size_t)slot * (latent + rope);
+        const bf16* values = own + heads * (nope + rope);
+        float square = 0.f;
+        for (int i = threadIdx.x; i < latent / 4; i += 128) {
+            const uint2 v = *(const uint2*)(values + i * 4);
+            const float a = f32_low(v.x), b = f32_high(v.x), c = f32_low(v.y), d = f32_high(v.y);
+            square += a * a + b * b + c * c + d * d;
         }
+        const float f = rsqrtf(block_sum(square, scratch) / latent + epsilon);
+        for (int i = threadIdx.x; i < latent / 4; i += 128) {
+            const uint2 v = *(const uint2*)(values + i * 4), w = __ldg((const uint2*)(latent_norm + i * 4));
+            const u32 low = bf16_pair(f32_low(v.x) * f, f32_high(v.x) * f), high = bf16_pair(f32_low(v.y) * f, f32_high(v.y) * f);
+            *(uint2*)(to + i * 4) = make_uint2(bf16_pair(f32_low(low) * f32_low(w.x), f32_high(low) * f32_high(w.x)),
+                                               bf16_pair(f32_low(high) * f32_low(w.y), f32_high(high) * f32_high(w.y)));
+        }
+        to += latent;
+        if (warp) return;
+    } else {
+        if (head >= heads) return;
+        to = query + ((size_t)row * heads + head) * (latent + rope) + latent;
     }
-    // Every pair of a head is read before any is written: one warp a head, one lane a pair.
-    for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
-        bf16* part = query + ((size_t)row * heads + head) * query_stride + query_rope;
-        const int i = threadIdx.x % 32;
-        const float x = f32_of(part[2 * i]), y = f32_of(part[2 * i + 1]), cs = angle[i], sn = angle[half + i];
-        __syncwarp();
-        part[i] = bf16_of(x * cs - y * sn);
-        part[half + i] = bf16_of(y * cs + x * sn);
+    for (int i = lane; i < half; i += 32) {
+        const int first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : half + i;
+        const float x = f32_of(from[first]), y = f32_of(from[second]), cs = angle[i], sn = angle[half + i];
+        to[first] = bf16_of(x * cs - y * sn);
+        to[second] = bf16_of(y * cs + x * sn);
+    }
+}
+
+// Norms (per head, if there are weights) and turns the queries of `qkv` [rows, heads + 2 kv, dim] in place, and the keys on
+// their way into the cache; values are copied there. keys, values [blocks, block_size, kv, dim]. Halves of the first
+// `rotary` elements are pairs. grid (rows, heads + 2 kv), 32 threads; dim is a multiple of 32 up to 256.
+KERNEL void gqa_write(bf16* qkv, const bf16* query_norm, const bf16* key_norm, const float* cos_sin, const int* positions,
+                      const long long* slots, bf16* keys, bf16* values, int heads, int kv, int dim, int rotary, float epsilon) {
+    __shared__ float turned[256];
+    let_next_start();
+    wait_for_previous();
+    const int row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x, half = rotary / 2;
+    const long long slot = slots[row];
+    bf16* own = qkv + ((size_t)row * (heads + 2 * kv) + head) * dim;
+    const bool is_query = head < heads;
+    if (!is_query && slot < 0) return; // padding
+    if (head >= heads + kv) {
+        bf16* to = values + ((size_t)slot * kv + head - heads - kv) * dim;
+        for (int i = lane; i < dim; i += 32) to[i] = own[i];
+        return;
+    }
+    const bf16* norm = is_query ? query_norm : key_norm;
+    float square = 0.f;
+    for (int i = lane; i < dim; i += 32) {
+        const float x = f32_of(own[i]);
+        turned[i] = x;
+        square += x * x;
+    }
+    if (norm) {
+#pragma unroll
+        for (int d = 16; d; d /= 2) square += __shfl_xor_sync(~0u, square, d);
+        const float f = rsqrtf(square / dim + epsilon);
+        for (int i = lane; i < dim; i += 32) turned[i] = f32_of(bf16_of(f32_of(bf16_of(turned[i] * f)) * f32_of(norm[i])));
+    }
+    __syncwarp();
+    bf16* to = is_query ? own : keys + ((size_t)slot * kv + head - heads) * dim;
+    const float* angle = cos_sin + (size_t)positions[row] * rotary;
+    for (int i = lane; i < dim; i += 32) {
+        float v = turned[i];
+        if (i < half) v = v * angle[i] - turned[i + half] * angle[half + i];
+        else if (i < rotary) v = v * angle[i - half] + turned[i - half] * angle[i];
+        to[i] = bf16_of(v);
     }
 }
 

@@ -80,6 +80,15 @@ impl Device {
         self.context.name().map_err(GpuError::driver("asking the device"))
     }
 
+    /// Free memory, bytes.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn free_bytes(&self) -> Result<u64, GpuError> {
+        let (free, _) = self.context.mem_get_info().map_err(GpuError::driver("asking for free memory"))?;
+        Ok(free as u64)
+    }
+
     /// Index among the GPUs that this process sees.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
@@ -155,6 +164,11 @@ impl Stream {
     /// The driver's handle, for libraries that enqueue by themselves (NCCL, libtorch's stream guard).
     pub fn raw(&self) -> *mut std::ffi::c_void {
         self.inner.cu_stream().cast()
+    }
+
+    /// Keeps the stream alive for those that were given [`raw`](Self::raw).
+    pub fn handle(&self) -> Arc<dyn std::any::Any + Send + Sync> {
+        Arc::clone(&self.inner) as _
     }
 
     pub(crate) fn inner(&self) -> &Arc<CudaStream> {

@@ -1,4 +1,5 @@
 //! Why the GPU cannot do what was asked.
+use cudarc::cublaslt::result::CublasError;
 use cudarc::driver::DriverError;
 
 /// Failures of this crate's own faces; channels have [`StepError`](crate::channel::StepError).
@@ -28,6 +29,14 @@ pub enum GpuError {
         what: &'static str,
         /// The driver's words.
         source: DriverError,
+    },
+    /// cuBLASLt refused.
+    #[error("{what}: cuBLASLt says {status}")]
+    Blas {
+        /// What was tried.
+        what: &'static str,
+        /// The library's words.
+        status: String,
     },
     /// A kernel does not compile: a mistake in this crate.
     #[error("{file} does not compile: {log}")]
@@ -66,6 +75,10 @@ pub enum GpuError {
 impl GpuError {
     pub(crate) fn driver(what: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Driver { what, source }
+    }
+
+    pub(crate) fn blas(what: &'static str) -> impl FnOnce(CublasError) -> Self {
+        move |status| Self::Blas { what, status: status.to_string() }
     }
 
     pub(crate) fn unsupported(what: impl Into<String>) -> Self {

@@ -1,5 +1,6 @@
-//! What a process is told: options and files ([`file`], [`units`], [`dtype`]), and what a checkpoint says about itself
+//! What a process is told: options and files ([`file`], [`units`], [`dtype`], [`device`]), and what a checkpoint says about itself
 //! ([`model`]); as types that cannot be wrong.
+pub mod device;
 pub mod dtype;
 pub mod file;
 pub mod model;

@@ -18,6 +18,7 @@ const ROUTER_DEVIATION: f64 = 0.05;
 pub(super) struct Dummy {
     seed: u64,
     tied: bool,
+    device: Device,
     /// `[NOISE]` f32, standard normal. Behind a lock because a tensor must not be used by two threads at once.
     noise: Mutex<Tensor>,
 }
@@ -33,7 +34,16 @@ impl Dummy {
             noise.extend([radius * angle.cos(), radius * angle.sin()]);
         }
         noise.truncate(NOISE);
-        Self { seed, tied, noise: Mutex::new(Tensor::from_slice(&noise)) }
+        Self { seed, tied, device: Device::Cpu, noise: Mutex::new(Tensor::from_slice(&noise)) }
+    }
+
+    /// Makes tensors on `device` from now on, with the same numbers.
+    pub(super) fn move_to(&mut self, device: Device) -> Result<(), WeightError> {
+        let noise = self.noise.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let torch = |source| WeightError::Torch { name: "(dummy)".into(), source };
+        *noise = noise.f_to_device(device).map_err(torch)?;
+        self.device = device;
+        Ok(())
     }
 
     /// Everything is there but what the configuration says is not.
@@ -58,7 +68,7 @@ impl Dummy {
                     *first = part.rows.len() as i64;
                 }
                 let value = if name.contains("norm") { 1.0 } else { 0.0 };
-                Tensor::f_full(&size, value, (kind, Device::Cpu)).map_err(torch)
+                Tensor::f_full(&size, value, (kind, self.device)).map_err(torch)
             }
         }
     }
@@ -84,8 +94,9 @@ impl Dummy {
         let key = self.key(name);
         let starts: Vec<i64> =
             part.rows.clone().map(|row| (mix(key ^ row as u64) % windows) as i64).collect();
+        let starts = Tensor::f_from_slice(&starts)?.f_to_device(self.device)?;
         let noise = self.noise.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let rows = noise.f_unfold(0, columns, 1)?.f_index_select(0, &Tensor::from_slice(&starts))?;
+        let rows = noise.f_unfold(0, columns, 1)?.f_index_select(0, &starts)?;
         drop(noise);
         let cut = match &part.columns {
             Some(cut) => rows.f_narrow(1, cut.start as i64, cut.len() as i64)?,

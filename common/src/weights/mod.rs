@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use sha2::{Digest, Sha256};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::config::model::ModelConfig;
 
@@ -25,10 +25,11 @@ mod tests;
 use checkpoint::Checkpoint;
 use dummy::Dummy;
 
-/// Where tensors come from. All tensors are on the CPU.
+/// Where tensors come from. All tensors are on the CPU, unless [`on`](Weights::on) says otherwise.
 pub struct Weights {
     source: Source,
     kind: Kind,
+    device: Device,
     fingerprint: String,
     asked_for: Mutex<BTreeSet<String>>,
 }
@@ -148,7 +149,24 @@ impl Weights {
 
     fn new(source: Source, kind: Kind, hash: Sha256) -> Self {
         let fingerprint = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Self { source, kind, fingerprint, asked_for: Mutex::default() }
+        Self { source, kind, device: Device::Cpu, fingerprint, asked_for: Mutex::default() }
+    }
+
+    /// The same, every tensor on `device`: dummy ones are made there, others copied, their pages given back.
+    ///
+    /// # Errors
+    /// [`WeightError::Torch`] when the device has no memory.
+    pub fn on(mut self, device: Device) -> Result<Self, WeightError> {
+        if let Source::Dummy(dummy) = &mut self.source {
+            dummy.move_to(device)?;
+        }
+        self.device = device;
+        Ok(self)
+    }
+
+    /// Where tensors are.
+    pub fn device(&self) -> Device {
+        self.device
     }
 
     /// The whole tensor in the compute dtype.
@@ -173,10 +191,11 @@ impl Weights {
     /// As [`tensor`](Self::tensor), or [`WeightError::Index`].
     pub fn indices(&self, name: &str, shape: &[i64], limit: i64) -> Result<Tensor, WeightError> {
         self.note(name);
-        match &self.source {
+        let indices = match &self.source {
             Source::Checkpoint(checkpoint) => checkpoint.indices(name, shape, limit),
             Source::Dummy(dummy) => dummy.indices(name, shape, limit),
-        }
+        };
+        self.placed(indices?, &[name])
     }
 
     /// Some rows (dimension 0) of the tensor of this shape, in the compute dtype; in place where `tensor` would be.
@@ -212,11 +231,11 @@ impl Weights {
         if let Source::Checkpoint(checkpoint) = &self.source {
             if let Some(view) = checkpoint.neighbours(names, shape, &rows, self.kind)? {
                 names.iter().for_each(|name| self.note(name));
-                return Ok(vec![view]);
+                return Ok(vec![self.placed(view, names)?]);
             }
             let in_place =
                 names.iter().any(|name| checkpoint.dtype(name) == Some(header::name_of(self.kind)));
-            if in_place {
+            if in_place && self.device == Device::Cpu {
                 return names.iter().map(|name| self.rows(name, shape, rows.clone())).collect();
             }
         }
@@ -264,10 +283,22 @@ impl Weights {
             let expected = vec![part.rows.end as i64, part.columns.map_or(0, |columns| columns.end as i64)];
             return Err(WeightError::Shape { name: name.into(), expected, found: shape.into() });
         }
-        match &self.source {
+        let tensor = match &self.source {
             Source::Checkpoint(checkpoint) => checkpoint.load(name, shape, &part, kind),
             Source::Dummy(dummy) => dummy.load(name, shape, &part, kind),
+        };
+        self.placed(tensor?, &[name])
+    }
+
+    /// `tensor` on the device; after a copy, the pages of `names` are given back.
+    fn placed(&self, tensor: Tensor, names: &[&str]) -> Result<Tensor, WeightError> {
+        if tensor.device() == self.device {
+            return Ok(tensor);
         }
+        let torch = |source| WeightError::Torch { name: names.join(" | "), source };
+        let placed = tensor.f_to_device(self.device).map_err(torch)?;
+        names.iter().for_each(|name| self.release(name));
+        Ok(placed)
     }
 
     fn note(&self, name: &str) {

@@ -9,7 +9,7 @@ use half::bf16;
 use afd_gpu::channel::contract::Side;
 use afd_gpu::channel::{DeviceChannel, Form, Frame, Identity, StepChannel, StepError, StepLimits};
 use afd_gpu::nccl::Communicator;
-use afd_gpu::ops::Rows;
+use afd_gpu::ops::{NormRows, Rows};
 use afd_gpu::random::Random;
 use afd_gpu::{Device, Graph, Region, Stream};
 
@@ -150,13 +150,17 @@ impl Bench<'_> {
         rows * HIDDEN * 2
     }
 
+    fn rows<'a>(&'a self, residual: &'a Region, out: &'a Region, rows: usize) -> NormRows<'a> {
+        NormRows { residual, weight: &self.weight, out, rows, hidden: HIDDEN, epsilon: 1e-6 }
+    }
+
     fn norm(
         &self,
         delta: Option<&Region>,
         out: &Region,
         rows: usize,
     ) -> std::result::Result<(), afd_gpu::GpuError> {
-        self.ops.rms_norm(&self.stream, delta, &self.residual, &self.weight, out, (rows, HIDDEN), 1e-6)
+        self.ops.rms_norm(&self.stream, delta, &self.rows(&self.residual, out, rows))
     }
 
     /// The FFN's part: keeps nothing from step to step.
@@ -166,7 +170,7 @@ impl Bench<'_> {
         out: &Region,
         rows: usize,
     ) -> std::result::Result<(), afd_gpu::GpuError> {
-        self.ops.rms_norm(&self.stream, None, landed, &self.weight, out, (rows, HIDDEN), 1e-6)
+        self.ops.rms_norm(&self.stream, None, &self.rows(landed, out, rows))
     }
 
     /// Both sides' computations on this GPU: time of a step, µs, and its result.

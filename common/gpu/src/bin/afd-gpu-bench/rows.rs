@@ -1,7 +1,7 @@
 //! Row-wise kernels: checked against the reference, then timed in a graph.
 use half::bf16;
 
-use afd_gpu::ops::{MlaWrite, Rows};
+use afd_gpu::ops::{MlaWrite, NormRows, RowPlaces, Rows};
 use afd_gpu::random::{Random, uniform};
 use afd_gpu::reference::{self, relative_error};
 use afd_gpu::{Device, Region};
@@ -25,7 +25,9 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         random.fill(&stream, &delta, 11, 1.0)?;
         random.fill(&stream, &residual, 12, 1.0)?;
         random.fill(&stream, &weight, 13, 1.0)?;
-        rows_ops.rms_norm(&stream, Some(&delta), &residual, &weight, &out, (rows, HIDDEN), 1e-6)?;
+        let norm =
+            NormRows { residual: &residual, weight: &weight, out: &out, rows, hidden: HIDDEN, epsilon: 1e-6 };
+        rows_ops.rms_norm(&stream, Some(&delta), &norm)?;
         let weights = weight.read::<bf16>()?;
         let wanted = (0..rows).flat_map(|r| {
             let at = |seed, i| uniform(seed, (r * HIDDEN + i) as u64, 1.0).to_f32();
@@ -35,9 +37,7 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         let found = out.read::<bf16>()?.into_iter().map(|v| f64::from(v.to_f32()));
         let error = relative_error(found, wanted);
         let time = graph_us(&stream, 10, || {
-            (0..64).try_for_each(|_| {
-                rows_ops.rms_norm(&stream, Some(&delta), &residual, &weight, &out, (rows, HIDDEN), 1e-6)
-            })
+            (0..64).try_for_each(|_| rows_ops.rms_norm(&stream, Some(&delta), &norm))
         })?;
         table.row(["rms_norm + residual".into(), rows.to_string(), us(time / 64.0), format!("{error:.1e}")]);
         let error = mla_write(device, &rows_ops, &random, rows, &mut table)?;
@@ -64,15 +64,15 @@ pub(crate) fn run(device: &Device) -> Result<String> {
 /// Cache write and rope; the error over both outputs.
 fn mla_write(device: &Device, ops: &Rows, random: &Random, rows: usize, table: &mut Table) -> Result<f64> {
     const LATENT: usize = 512;
+    const NOPE: usize = 128;
     const ROPE: usize = 64;
     const HEADS: usize = 16;
-    const STRIDE: usize = 192;
+    const STRIDE: usize = HEADS * (NOPE + ROPE) + LATENT + ROPE;
     let stream = device.stream()?;
     let region = |bytes| Region::alloc(device, bytes);
-    let (kv, query) = (region(rows * (LATENT + ROPE) * 2)?, region(rows * HEADS * STRIDE * 2)?);
+    let (projected, query) = (region(rows * STRIDE * 2)?, region(rows * HEADS * (LATENT + ROPE) * 2)?);
     let (norm, cache) = (region(LATENT * 2)?, Region::zeroed(device, 256 * 64 * (LATENT + ROPE) * 2)?);
-    random.fill(&stream, &kv, 21, 1.0)?;
-    random.fill(&stream, &query, 22, 1.0)?;
+    random.fill(&stream, &projected, 21, 1.0)?;
     random.fill(&stream, &norm, 23, 1.0)?;
     stream.synchronize()?;
     let angle = |position: usize, i: usize| position as f64 * 10_000f64.powf(-2.0 * i as f64 / ROPE as f64);
@@ -84,51 +84,49 @@ fn mla_write(device: &Device, ops: &Rows, random: &Random, rows: usize, table: &
     let positions: Vec<i32> = (0..rows as i32).map(|r| r * 3 + 1).collect();
     let slots: Vec<i64> = (0..rows as i64).map(|r| if r == 5 { -1 } else { r * 97 + 3 }).collect();
     let (position, slot) = (Region::from_slice(device, &positions)?, Region::from_slice(device, &slots)?);
+    let places = RowPlaces { positions: &position, slots: &slot, cos_sin: &cos_sin, rows };
     let write = MlaWrite {
-        kv: &kv,
+        projected: &projected,
+        stride: STRIDE,
         latent_norm: &norm,
         query: &query,
-        cos_sin: &cos_sin,
-        positions: &position,
-        slots: &slot,
         cache: &cache,
         latent: LATENT,
+        nope: NOPE,
         rope: ROPE,
         heads: HEADS,
-        query_stride: STRIDE,
-        query_rope: 128,
+        interleaved: true,
         epsilon: 1e-6,
     };
-    let kv_before = kv.read::<bf16>()?;
-    let query_before = query.read::<bf16>()?;
-    ops.mla_write(&stream, rows, &write)?;
-    let (query_after, cached) = (query.read::<bf16>()?, cache.read::<bf16>()?);
+    ops.mla_write(&stream, &places, &write)?;
+    let (before, turned, cached) = (projected.read::<bf16>()?, query.read::<bf16>()?, cache.read::<bf16>()?);
     let norms = norm.read::<bf16>()?;
     let (mut found, mut wanted) = (Vec::new(), Vec::new());
     let rotate = |pairs: &[bf16], position: i32| -> Vec<f64> {
         let value = |i: usize| f64::from(pairs[i].to_f32());
-        let turn = |i: usize| angle(position as usize, i);
-        let low = (0..ROPE / 2).map(|i| value(2 * i) * turn(i).cos() - value(2 * i + 1) * turn(i).sin());
-        let high = (0..ROPE / 2).map(|i| value(2 * i + 1) * turn(i).cos() + value(2 * i) * turn(i).sin());
-        low.chain(high).collect()
+        let turn = |i: usize| angle(position as usize, i / 2);
+        let one = |i: usize| match i % 2 {
+            0 => value(i) * turn(i).cos() - value(i + 1) * turn(i).sin(),
+            _ => value(i) * turn(i).cos() + value(i - 1) * turn(i).sin(),
+        };
+        (0..ROPE).map(one).collect()
     };
     let widen = |values: &[bf16]| values.iter().map(|v| f64::from(v.to_f32())).collect::<Vec<_>>();
     for r in 0..rows {
-        let own = &kv_before[r * (LATENT + ROPE)..][..LATENT + ROPE];
+        let own = &before[r * STRIDE..][..STRIDE];
         if slots[r] >= 0 {
+            let kv = &own[HEADS * (NOPE + ROPE)..];
             found.extend(widen(&cached[slots[r] as usize * (LATENT + ROPE)..][..LATENT + ROPE]));
-            wanted.extend(reference::rms_norm(&own[..LATENT], &norms, 1e-6));
-            wanted.extend(rotate(&own[LATENT..], positions[r]));
+            wanted.extend(reference::rms_norm(&kv[..LATENT], &norms, 1e-6));
+            wanted.extend(rotate(&kv[LATENT..], positions[r]));
         }
         for head in 0..HEADS {
-            let at = (r * HEADS + head) * STRIDE;
-            found.extend(widen(&query_after[at..at + STRIDE]));
-            wanted.extend(widen(&query_before[at..at + 128]));
-            wanted.extend(rotate(&query_before[at + 128..at + STRIDE], positions[r]));
+            found.extend(widen(&turned[((r * HEADS + head) * (LATENT + ROPE)) + LATENT..][..ROPE]));
+            wanted.extend(rotate(&own[head * (NOPE + ROPE) + NOPE..][..ROPE], positions[r]));
         }
     }
     let error = relative_error(found, wanted);
-    let time = graph_us(&stream, 10, || (0..64).try_for_each(|_| ops.mla_write(&stream, rows, &write)))?;
+    let time = graph_us(&stream, 10, || (0..64).try_for_each(|_| ops.mla_write(&stream, &places, &write)))?;
     table.row(["rope + cache write".into(), rows.to_string(), us(time / 64.0), format!("{error:.1e}")]);
     Ok(error)
 }
