@@ -11,7 +11,7 @@ use afd_common::telemetry::LogFormat;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::choices::{FfnTarget, LinkChoice, LoadFormat, parse_gate};
+use super::choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, parse_gate};
 
 /// Serve a model.
 #[derive(Clone, Debug, Default, PartialEq, Args, Serialize, Deserialize)]
@@ -103,6 +103,17 @@ pub struct ServeArgs {
     /// Largest body of a request [default: 8MiB]
     #[arg(long, value_name = "SIZE", help_heading = "Capacity")]
     pub max_body: Option<ByteSize>,
+
+    /// What of a GPU's steps is captured and launched as one: none or decode [default: decode]
+    #[arg(long, value_name = "MODE", help_heading = "GPU")]
+    pub graph_mode: Option<GraphMode>,
+    /// Batch sizes that decode steps are captured for; others are padded to the next [default: 1, 2, 4, 8 … to the largest]
+    #[arg(long, value_name = "N[,N…]", value_delimiter = ',', help_heading = "GPU")]
+    pub capture_sizes: Option<Vec<usize>>,
+    /// Largest batch size that is captured, at most 256 [default: --max-num-seqs, at most 256]
+    #[arg(long, value_name = "N", help_heading = "GPU")]
+    pub max_capture_size: Option<usize>,
+
     /// Time for the body of a request to arrive; 10 s in which nothing of it comes are enough to end it [default: 60s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub body_timeout: Option<Span>,

@@ -142,6 +142,29 @@ impl fmt::Display for LoadFormat {
     }
 }
 
+/// What of a GPU's steps is captured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GraphMode {
+    /// Nothing: every operation is launched by itself.
+    None,
+    /// Decode steps.
+    #[default]
+    Decode,
+}
+
+impl FromStr for GraphMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self::None),
+            "decode" => Ok(Self::Decode),
+            other => Err(format!("{other:?} is no graph mode; known are none and decode")),
+        }
+    }
+}
+
 /// `--gate`.
 pub(super) fn parse_gate(text: &str) -> Result<GatePlacement, String> {
     match text {

@@ -15,9 +15,10 @@ mod choices;
 mod kv_memory;
 
 pub use args::ServeArgs;
-pub use choices::{FfnTarget, LinkChoice, LoadFormat};
+pub use choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat};
 pub use kv_memory::{KvMemory, KvPlan, KvRequest};
 
+use crate::device::{CaptureSizes, GraphSettings, MAX_CAPTURE_SIZE};
 use crate::scheduler::StageRules;
 
 /// An option that cannot be used; one line that names it and its value.
@@ -142,6 +143,8 @@ pub struct CapacityConfig {
     pub prefix_cache: bool,
     /// How steps are split.
     pub stages: StageRules,
+    /// What is captured on a GPU.
+    pub graphs: GraphSettings,
     /// Largest body, bytes.
     pub max_body_bytes: usize,
     /// For a body to arrive.
@@ -302,6 +305,7 @@ impl CapacityConfig {
             max_queue: at_least_1("--max-queue", args.max_queue, 1024)?,
             prefix_cache: !args.no_prefix_cache.unwrap_or(false),
             stages,
+            graphs: graphs(args, max_num_seqs, stages.max_stages)?,
             max_body_bytes: at_least_1(
                 "--max-body",
                 Some(usize::try_from(max_body.0).unwrap_or(usize::MAX)),
@@ -310,6 +314,27 @@ impl CapacityConfig {
             body_timeout: time("--body-timeout", args.body_timeout, 60)?,
         })
     }
+}
+
+fn graphs(args: &ServeArgs, max_num_seqs: usize, max_stages: usize) -> Result<GraphSettings, OptionError> {
+    let max = match args.max_capture_size {
+        None => max_num_seqs.min(MAX_CAPTURE_SIZE),
+        Some(max @ 1..=MAX_CAPTURE_SIZE) => max,
+        Some(other) => {
+            return refuse("--max-capture-size", format!("is {other}; must be 1 to {MAX_CAPTURE_SIZE}"));
+        }
+    };
+    let sizes = match &args.capture_sizes {
+        None => CaptureSizes::up_to(max),
+        Some(sizes) => {
+            let wanted: Vec<usize> = sizes.iter().copied().filter(|size| *size <= max).collect();
+            let beyond = args.max_capture_size.is_none() && wanted.len() < sizes.len();
+            let sizes = CaptureSizes::new(if beyond { sizes } else { &wanted });
+            sizes.or_else(|what| refuse("--capture-sizes", what))?
+        }
+    };
+    let capture = args.graph_mode.unwrap_or_default() == GraphMode::Decode;
+    Ok(GraphSettings { sizes, capture, max_stages })
 }
 
 #[cfg(test)]

@@ -51,6 +51,11 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--advertise", "host"], &["--advertise", "host"]),
         (&["--log-format", "xml"], &["--log-format", "xml"]),
         (&["--max-queu", "1"], &["--max-queu", "--max-queue"]),
+        (&["--device", "gpu"], &["--device", "\"gpu\"", "cuda:0"]),
+        (&["--graph-mode", "all"], &["--graph-mode", "\"all\"", "decode"]),
+        (&["--capture-sizes", "8,0"], &["--capture-sizes", "0"]),
+        (&["--capture-sizes", "8,300"], &["--capture-sizes", "300", "256"]),
+        (&["--max-capture-size", "257"], &["--max-capture-size", "257", "256"]),
     ] {
         let base: &[&str] = if args[0] == "--model" || args[0] == "--ffn" { &[] } else { &["--model", "."] };
         let base = if args[0] == "--ffn" { &["--model", "."] } else { base };
@@ -62,6 +67,16 @@ fn a_wrong_option_is_named_with_its_value() {
     }
     assert!(parse(&["--model", "."]).unwrap_err().contains("--ffn"));
     assert!(parse(&["--ffn", "local"]).unwrap_err().contains("--model"));
+}
+
+#[test]
+fn graphs_follow_the_batch_and_are_cut_to_the_largest() {
+    let sizes = |args: &[&str]| with(args).unwrap().capacity.graphs.sizes.as_slice().to_vec();
+    assert_eq!(sizes(&["--max-num-seqs", "6"]), [1, 2, 4, 6]);
+    assert_eq!(sizes(&["--capture-sizes", "32,4,4,1"]), [1, 4, 32]);
+    assert_eq!(sizes(&["--capture-sizes", "32,4,1", "--max-capture-size", "8"]), [1, 4]);
+    assert!(with(&["--capture-sizes", "32", "--max-capture-size", "8"]).is_err());
+    assert!(!with(&["--graph-mode", "none"]).unwrap().capacity.graphs.capture);
 }
 
 #[test]

@@ -1,4 +1,8 @@
-//! Attention on a GPU: the stream that all of a rank's work runs on, and the FFN on the same device.
+//! Attention on a GPU: the stream that all of a rank's work runs on, whole decode steps on it, and the FFN on the same
+//! device.
+//!
+//! In reading order: [`Decoder`] (a decode step and its graphs) → `inputs` (the host's numbers) → `attention` (one stage
+//! through the layers) ⇢ [`StreamFfn`] (the FFN behind it) → `local_ffn`.
 //!
 //! Whatever libtorch computes (prompts, and everything that our kernels are not made for) runs on [`Gpu::stream`],
 //! because the engine's thread holds a guard for it: one stream, so nothing needs to be ordered by hand.
@@ -6,9 +10,17 @@ use afd_common::config::device::DeviceChoice;
 use afd_ffi::cuda::{CudaError, StreamGuard};
 use afd_gpu::{Device, GpuError, Stream};
 
+mod attention;
+mod capture_sizes;
+mod decoder;
+mod inputs;
 mod local_ffn;
+mod stream_ffn;
 
+pub use capture_sizes::{CaptureSizes, MAX_CAPTURE_SIZE};
+pub use decoder::{Decoder, GraphSettings};
 pub use local_ffn::LocalFfn;
+pub use stream_ffn::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
 
 /// A GPU and the stream that the engine's thread uses.
 pub struct Gpu {

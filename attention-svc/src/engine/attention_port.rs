@@ -2,10 +2,10 @@
 //! loop around it can be tested with a model that is plain arithmetic.
 use std::any::Any;
 
-use afd_common::ids::LayerIdx;
+use afd_common::ids::{LayerIdx, StepId};
 use tch::Tensor;
 
-use super::SideTensors;
+use super::{FfnLoss, FfnPort, SideTensors, StageOutput, StepOutline};
 use crate::model::{Attended, StageBatch};
 
 /// Attention of every layer together with the KV cache's tensors.
@@ -64,12 +64,84 @@ pub trait AttentionPort: Send {
         input_ids: &[u32],
     ) -> Result<SideTensors, AttentionError>;
 
+    /// Makes whole decode steps ready where they can run on the device alone, by running steps from `first` on that are all
+    /// padding. Returns how many it ran: none when there is nothing to do.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; to be tried again once the FFN can be used.
+    fn warm_up(&mut self, _ffn: &mut dyn FfnPort, _first: StepId) -> Result<u64, FfnLoss> {
+        Ok(0)
+    }
+
+    /// Runs a whole decode step on the device, the FFN included, if it can. Nothing was done otherwise.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]: the step is lost.
+    fn decode(
+        &mut self,
+        _ffn: &mut dyn FfnPort,
+        _plan: &StepOutline,
+        _stages: &[&StageBatch],
+    ) -> Result<DecodeRun, FfnLoss> {
+        Ok(DecodeRun::Unknown)
+    }
+
     /// Logits of some rows of the residual stream after the last layer, `[rows.len(), vocab_size]` f32, contiguous, on
     /// the CPU.
     ///
     /// # Errors
     /// [`AttentionError`]; the stage cannot go on.
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError>;
+}
+
+/// What came of a decode step on the device.
+#[derive(Debug)]
+pub enum DecodeRun {
+    /// There is no such way here.
+    Unknown,
+    /// This step has to run layer by layer.
+    Eager(EagerReason),
+    /// It ran.
+    Done {
+        /// Of every stage.
+        outputs: Vec<StageOutput>,
+        /// Whether it was one graph.
+        replayed: bool,
+    },
+}
+
+/// Why a decode step was not one graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EagerReason {
+    /// Graphs are off (`--graph-mode none`).
+    Off,
+    /// The way to the FFN cannot be driven by a stream.
+    Link,
+    /// Nothing is captured for the FFN ranks as they are.
+    NotWarm,
+    /// More stages than were captured.
+    Stages,
+    /// More rows than were captured.
+    Rows,
+    /// A sequence is longer than the block tables.
+    Shape,
+}
+
+impl EagerReason {
+    /// All of them.
+    pub const ALL: [Self; 6] = [Self::Off, Self::Link, Self::NotWarm, Self::Stages, Self::Rows, Self::Shape];
+
+    /// For metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Link => "link",
+            Self::NotWarm => "not_warm",
+            Self::Stages => "stages",
+            Self::Rows => "rows",
+            Self::Shape => "shape",
+        }
+    }
 }
 
 /// Attention failed on a stage; the same rows would fail again.

@@ -1,13 +1,19 @@
 //! The model behind the engine's seam: attention's weights and the KV cache's tensors, together.
 use std::any::Any;
+use std::time::Instant;
 
-use afd_common::ids::LayerIdx;
+use afd_common::ids::{LayerIdx, StepId};
 use afd_common::layers::Selected;
+use afd_gpu::GpuError;
 use tch::Tensor;
 
-use super::{AttentionError, AttentionPort, SideTensors};
-use crate::device::Gpu;
-use crate::model::{Attended, AttentionModel, KvCache, ModelError, PreparedStage, StageBatch};
+use super::{
+    AttentionError, AttentionPort, DecodeRun, EagerReason, FfnLoss, FfnPort, SideTensors, StepOutline,
+};
+use crate::device::{Decoder, Gpu, GraphSettings};
+use crate::model::{
+    Attended, AttentionModel, KernelModel, KvCache, ModelError, NoKernels, PreparedStage, StageBatch,
+};
 
 /// A model with the cache it writes to.
 pub struct CachedAttention {
@@ -15,6 +21,7 @@ pub struct CachedAttention {
     cache: KvCache,
     num_layers: u16,
     gpu: Option<Gpu>,
+    decoder: Option<Decoder>,
 }
 
 impl CachedAttention {
@@ -28,13 +35,26 @@ impl CachedAttention {
             field: "num_hidden_layers",
             what: format!("{num_layers}; at most {} are served", u16::MAX),
         })?;
-        Ok(Self { model, cache, num_layers, gpu: None })
+        Ok(Self { model, cache, num_layers, gpu: None, decoder: None })
     }
 
-    /// The device that model and cache are on, when it is a GPU.
-    pub fn on(mut self, gpu: Option<Gpu>) -> Self {
-        self.gpu = gpu;
-        self
+    /// The GPU that model and cache are on. Where its kernels support the model, decode steps run on it alone.
+    ///
+    /// # Errors
+    /// [`NoKernels`], but for models that the kernels are not made for.
+    pub fn on(mut self, gpu: Gpu, graphs: GraphSettings) -> Result<Self, NoKernels> {
+        let device = gpu.device();
+        let decoder = KernelModel::new(device, &self.model, &self.cache)
+            .and_then(|model| Ok(Decoder::new(device, model, graphs)?));
+        match decoder {
+            Ok(decoder) => self.decoder = Some(decoder),
+            Err(error @ (NoKernels::Unsupported(_) | NoKernels::Gpu(GpuError::Unsupported { .. }))) => {
+                tracing::warn!(why = %error, "decode steps run operation by operation");
+            }
+            Err(error) => return Err(error),
+        }
+        self.gpu = Some(gpu);
+        Ok(self)
     }
 }
 
@@ -80,6 +100,39 @@ impl AttentionPort for CachedAttention {
                 Ok(SideTensors::InputIds(self.model.token_ids(input_ids)?))
             }
             None => Ok(SideTensors::None),
+        }
+    }
+
+    fn warm_up(&mut self, ffn: &mut dyn FfnPort, first: StepId) -> Result<u64, FfnLoss> {
+        let (Some(gpu), Some(decoder), Some(ffn)) = (&self.gpu, &mut self.decoder, ffn.stream()) else {
+            return Ok(0);
+        };
+        if decoder.is_warm(ffn) {
+            return Ok(0);
+        }
+        let begun = Instant::now();
+        let steps = decoder.warm_up(gpu.stream(), ffn, first)?;
+        let took_ms = begun.elapsed().as_millis() as u64;
+        tracing::info!(steps, graphs = decoder.num_graphs(), took_ms, "decode steps are warm");
+        Ok(steps)
+    }
+
+    fn decode(
+        &mut self,
+        ffn: &mut dyn FfnPort,
+        plan: &StepOutline,
+        stages: &[&StageBatch],
+    ) -> Result<DecodeRun, FfnLoss> {
+        let (Some(gpu), Some(decoder)) = (&self.gpu, &mut self.decoder) else {
+            return Ok(DecodeRun::Unknown);
+        };
+        let Some(ffn) = ffn.stream() else { return Ok(DecodeRun::Eager(EagerReason::Link)) };
+        match decoder.key(ffn, stages) {
+            Err(reason) => Ok(DecodeRun::Eager(reason)),
+            Ok(key) => {
+                let outputs = decoder.decode(gpu.stream(), ffn, plan.step, &key, stages)?;
+                Ok(DecodeRun::Done { outputs, replayed: decoder.captures() })
+            }
         }
     }
 

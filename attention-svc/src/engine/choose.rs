@@ -1,8 +1,6 @@
 //! The end of a step: logits of the rows that are wanted, a token for each sequence that gets one, commit, tell.
-use tch::Tensor;
-
 use super::run::Engine;
-use super::{AttentionPort, active::Active};
+use super::{AttentionPort, StageOutput, active::Active};
 use crate::request::{ChosenToken, SequenceError, SequenceEvent};
 use crate::sampler::{SampleError, Sampled, Scratch, logprobs};
 use crate::scheduler::{LogitRows, Stage, StepItem};
@@ -31,8 +29,8 @@ type Chosen = Vec<Option<Result<u32, SequenceError>>>;
 
 impl<A: AttentionPort> Engine<A> {
     /// Chooses, commits and tells for every item of a stage whose layers are done.
-    pub(super) fn finish_stage(&mut self, stage: &Stage, x: &Tensor) {
-        let chosen = self.choose(stage, x).unwrap_or_else(|error| {
+    pub(super) fn finish_stage(&mut self, stage: &Stage, output: &StageOutput) {
+        let chosen = self.choose(stage, output).unwrap_or_else(|error| {
             // Without logits nobody of the stage can go on.
             vec![Some(Err(error)); stage.items.len()]
         });
@@ -44,10 +42,15 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
-    fn choose(&mut self, stage: &Stage, x: &Tensor) -> Result<Chosen, SequenceError> {
+    fn choose(&mut self, stage: &Stage, output: &StageOutput) -> Result<Chosen, SequenceError> {
         let internal = |what: String| SequenceError::Internal(what);
         let mut chosen: Chosen = vec![None; stage.items.len()];
-        for wanted in self.wanted(stage).chunks(MAX_LOGIT_ROWS) {
+        let mut wanted = self.wanted(stage);
+        if let Some(best) = &output.best {
+            wanted.retain(|wanted| !self.take_best(stage, wanted, best, &mut chosen));
+        }
+        let x = &output.x;
+        for wanted in wanted.chunks(MAX_LOGIT_ROWS) {
             let rows: Vec<usize> = wanted.iter().map(|wanted| wanted.row).collect();
             let logits = self.attention.logits(x, &rows).map_err(|error| internal(error.0))?;
             let values = afd_ffi::memory::f32s(&logits).map_err(|error| internal(error.to_string()))?;
@@ -70,6 +73,22 @@ impl<A: AttentionPort> Engine<A> {
             }
         }
         Ok(chosen)
+    }
+
+    /// Takes the token that the device has chosen, where its choice is all that is asked for. Returns whether it was.
+    fn take_best(&mut self, stage: &Stage, wanted: &Wanted, best: &[u32], chosen: &mut Chosen) -> bool {
+        let active = self.sequences.get_mut(&stage.items[wanted.item].sequence);
+        let (Some(active), Purpose::Choose, Some(&token)) = (active, &wanted.purpose, best.get(wanted.row))
+        else {
+            return false;
+        };
+        // Without a best logit the row itself says what is wrong with it.
+        if token == u32::MAX || active.request.logprobs.is_some() || !active.sampler.takes_best() {
+            return false;
+        }
+        tell_token(active, ChosenToken { id: token, logprobs: None });
+        chosen[wanted.item] = Some(Ok(token));
+        true
     }
 
     fn wanted(&self, stage: &Stage) -> Vec<Wanted> {
@@ -134,11 +153,15 @@ fn use_row(
             "drawn"
         );
     }
-    active.sampler.commit(token);
+    tell_token(active, ChosenToken { id: token, logprobs: told });
+    Ok(Some(token))
+}
+
+fn tell_token(active: &mut Active, token: ChosenToken) {
+    active.sampler.commit(token.id);
     active.tell_prompt_logprobs();
     if let Some(spans) = &mut active.spans {
         spans.handle_token();
     }
-    active.tell(SequenceEvent::Token(ChosenToken { id: token, logprobs: told }));
-    Ok(Some(token))
+    active.tell(SequenceEvent::Token(token));
 }

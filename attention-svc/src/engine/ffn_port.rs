@@ -8,6 +8,7 @@ use afd_common::link::LinkKind;
 use afd_common::telemetry::TraceContext;
 use tch::Tensor;
 
+use crate::device::StreamFfn;
 use crate::scheduler::Phase;
 
 /// One attention rank's way to every shard of the FFN.
@@ -44,6 +45,11 @@ pub trait FfnPort: Send {
 
     /// The step is over, well or not.
     fn end_step(&mut self, step: StepId);
+
+    /// The same way, driven by attention's stream, where it can be: whole decode steps then need no host.
+    fn stream(&mut self) -> Option<&mut dyn StreamFfn> {
+        None
+    }
 
     /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace). Good until the next step.
     fn hop_records(&self) -> &[HopRecord] {

@@ -15,8 +15,17 @@ use super::{AttentionError, AttentionPort, FfnLoss, FfnPort};
 use crate::request::SequenceError;
 use crate::scheduler::Stage;
 
-/// Residual stream of each stage after the last layer, `[num_rows, hidden]`, or why the stage's sequences fail.
-pub(super) type StageOutcomes = Vec<Result<Tensor, SequenceError>>;
+/// What each stage's layers gave, or why its sequences fail.
+pub(super) type StageOutcomes = Vec<Result<StageOutput, SequenceError>>;
+
+/// A stage behind the last layer.
+#[derive(Debug)]
+pub struct StageOutput {
+    /// Residual stream, `[num_rows, hidden]`.
+    pub x: Tensor,
+    /// The token with the largest logit of each row, where the device has chosen already; `u32::MAX` where there is none.
+    pub best: Option<Vec<u32>>,
+}
 
 /// Where a step's time went.
 #[derive(Clone, Copy, Debug, Default)]
@@ -88,7 +97,7 @@ pub(super) fn forward<A: AttentionPort>(
     let land = |(index, flight): (usize, Result<Flight<A::Prepared>, SequenceError>)| {
         let hop = HopKey { step, layer: last, stage: StageIdx(index as u8) };
         match flight.map_err(Stop::Stage).and_then(|mut flight| pass.land(hop, &mut flight)) {
-            Ok(x) => Ok(Ok(x)),
+            Ok(x) => Ok(Ok(StageOutput { x, best: None })),
             Err(Stop::Stage(error)) => Ok(Err(error)),
             Err(Stop::Step(loss)) => Err(loss),
         }

@@ -2,6 +2,8 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use super::EagerReason;
+
 /// A number that only grows.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
@@ -61,6 +63,10 @@ pub struct EngineMetrics {
     pub steps: Counter,
     /// Steps given up because the FFN was lost or an error occurred.
     pub steps_failed: Counter,
+    /// Decode steps that were one graph.
+    pub graph_replays: Counter,
+    /// Decode steps on a device that were not, by reason, in the order of [`EagerReason::ALL`].
+    pub eager_steps: [Counter; EagerReason::ALL.len()],
     /// Tokens computed that were not chosen in the step before: prompts and recomputation.
     pub tokens_prefilled: Counter,
     /// Tokens chosen.
@@ -91,4 +97,13 @@ pub struct EngineMetrics {
     pub finished_cancelled: Counter,
     /// Sequences that failed.
     pub failed: Counter,
+}
+
+impl EngineMetrics {
+    pub(super) fn note_eager(&self, reason: EagerReason) {
+        let place = EagerReason::ALL.iter().position(|one| *one == reason);
+        if let Some(count) = place.and_then(|place| self.eager_steps.get(place)) {
+            count.add(1);
+        }
+    }
 }

@@ -13,18 +13,22 @@ use super::forward::{ForwardTimes, StageOutcomes, forward};
 use super::handle::Command;
 use super::trace::{StepRecorder, StepTrace};
 use super::{
-    AttentionPort, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss, FfnPort, StepOutline,
+    AttentionPort, DecodeRun, EagerReason, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss,
+    FfnPort, StepOutline,
 };
 use crate::kv_cache::BlockPool;
 use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId, Usage};
 use crate::sampler::Scratch;
-use crate::scheduler::{NewSequence, Scheduler, Stage, Step};
+use crate::scheduler::{NewSequence, Phase, Scheduler, Stage, Step};
 
 /// How soon a caller that went away is noticed while no step runs.
 const WAITING_TICK: Duration = Duration::from_millis(50);
 
 /// A step whose FFN was lost runs again at most this often in a row before its sequences fail.
 const MAX_STEP_REPEATS: u32 = 2;
+
+/// More than any warm-up has.
+const MAX_WARM_UP_STEPS: u64 = 1000;
 
 /// Everything that the engine's thread owns.
 pub(super) struct Engine<A: AttentionPort> {
@@ -96,7 +100,8 @@ impl<A: AttentionPort> Engine<A> {
             let now = Instant::now();
             self.end_overdue(now);
             self.ffn.idle();
-            let ready = self.is_ffn_ready(now);
+            let ready = self.ffn.ready() && self.warm_up()?;
+            let ready = self.is_ffn_ready(ready, now);
             if self.is_drained(now) {
                 return Ok(());
             }
@@ -139,9 +144,26 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
+    /// Makes whole decode steps ready on the device. Whether that is done, or there is nothing to do.
+    fn warm_up(&mut self) -> Result<bool, EngineDeath> {
+        let first = StepId(self.last_step.0 + 1);
+        match self.attention.warm_up(&mut *self.ffn, first) {
+            Ok(steps) => {
+                self.last_step = StepId(self.last_step.0 + steps);
+                Ok(true)
+            }
+            Err(FfnLoss::Fatal { what }) => Err(EngineDeath(what)),
+            Err(loss) => {
+                // Ids of steps that were begun are not used again.
+                self.last_step = StepId(self.last_step.0 + MAX_WARM_UP_STEPS);
+                tracing::warn!(loss = %loss, "warming up was cut short");
+                Ok(false)
+            }
+        }
+    }
+
     /// Whether the FFN can be used. While it cannot, fails those who have waited long enough for it.
-    fn is_ffn_ready(&mut self, now: Instant) -> bool {
-        let ready = self.ffn.ready();
+    fn is_ffn_ready(&mut self, ready: bool, now: Instant) -> bool {
         self.metrics.ffn_ready.set(ready.into());
         if ready {
             // Lost steps in a row are forgotten only when one succeeds.
@@ -262,6 +284,28 @@ impl<A: AttentionPort> Engine<A> {
         times: &mut ForwardTimes,
     ) -> Result<StageOutcomes, FfnLoss> {
         let (ffn, attention) = (&mut *self.ffn, &mut self.attention);
+        if outline.phase == Phase::Decode {
+            let begun = Instant::now();
+            let batches: Vec<_> = stages.iter().map(|stage| &stage.batch).collect();
+            match attention.decode(ffn, outline, &batches) {
+                Ok(DecodeRun::Unknown) => {}
+                Ok(DecodeRun::Eager(reason)) => self.metrics.note_eager(reason),
+                Ok(DecodeRun::Done { outputs, replayed }) => {
+                    match replayed {
+                        true => self.metrics.graph_replays.add(1),
+                        false => self.metrics.note_eager(EagerReason::Off),
+                    }
+                    ffn.end_step(outline.step);
+                    times.attention = begun.elapsed();
+                    self.metrics.attention_us.add_time(times.attention);
+                    return Ok(outputs.into_iter().map(Ok).collect());
+                }
+                Err(loss) => {
+                    ffn.end_step(outline.step);
+                    return Err(loss);
+                }
+            }
+        }
         let attends = outline.trace.is_some().then_some(&mut self.recorder.attends);
         let outcomes = ffn
             .begin_step(outline)
@@ -279,7 +323,7 @@ impl<A: AttentionPort> Engine<A> {
         let mut failed = 0;
         for (stage, outcome) in stages.iter().zip(outcomes) {
             match outcome {
-                Ok(x) => self.finish_stage(stage, &x),
+                Ok(output) => self.finish_stage(stage, &output),
                 Err(error) => {
                     tracing::error!(%error, sequences = stage.items.len(), "a stage failed");
                     failed = 1;

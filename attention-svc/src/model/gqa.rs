@@ -26,7 +26,22 @@ pub(super) struct Gqa {
     scale: f64,
 }
 
+/// Norms of queries and keys, each head on its own.
+type HeadNorms<'a> = Option<(&'a Norm, &'a Norm)>;
+
 impl Gqa {
+    /// Projection, norms and output projection, if that is all there is.
+    pub(super) fn for_kernels(&self) -> Option<(&Tensor, HeadNorms<'_>, Result<Tensor, tch::TchError>)> {
+        let per_head = |norm: &Norm| norm.len() == self.shape.head_dim as i64;
+        let norms = self.norms.as_ref().map(|norms| (&norms.query, &norms.key));
+        let plain = self.bias.is_none() && self.clip.is_none();
+        let fits = plain && norms.is_none_or(|(query, key)| per_head(query) && per_head(key));
+        if !fits {
+            return None;
+        }
+        Some((&self.qkv, norms, self.out.without_bias()?))
+    }
+
     /// `prefix` names the layer's attention in the checkpoint.
     pub(super) fn load(
         model: &ModelConfig,
@@ -67,6 +82,11 @@ impl Gqa {
             clip: config.clip_qkv,
             scale: (head_dim as f64).powf(-0.5),
         })
+    }
+
+    /// Of the scores.
+    pub(super) fn scale(&self) -> f64 {
+        self.scale
     }
 
     /// Whether rows are better off reading the cache in place than having their context copied together.

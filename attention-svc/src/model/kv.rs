@@ -101,6 +101,10 @@ impl KvCache {
         self.bytes_per_block
     }
 
+    pub(super) fn layers(&self) -> &[LayerCache] {
+        &self.layers
+    }
+
     pub(super) fn layer(&mut self, layer: LayerIdx) -> Result<&mut LayerCache, ModelError> {
         self.layers.get_mut(layer.0 as usize).ok_or(ModelError::Cache { layer })
     }

@@ -141,6 +141,18 @@ impl Mla {
         })
     }
 
+    /// Projection, norm of the latent, up-projection and output projection, if that is all there is.
+    pub(super) fn for_kernels(&self) -> Option<(&Tensor, &Norm, &Tensor, Result<Tensor, TchError>)> {
+        let plain = self.down_bias.is_none() && self.query_latent.is_none();
+        let out = self.out.without_bias()?;
+        plain.then_some((&self.down, &self.kv_norm, &self.up, out))
+    }
+
+    /// Of the scores.
+    pub(super) fn scale(&self) -> f64 {
+        self.scale
+    }
+
     /// Whether the absorbed form takes fewer operations.
     pub(super) fn prefers_direct(config: &MlaConfig, len: usize, context_len: usize) -> bool {
         let (absorbed, expanded) = Dims::of(config).costs(len as i64, context_len as i64);

@@ -15,6 +15,7 @@ mod flash;
 mod gqa;
 mod kv;
 mod mla;
+mod on_device;
 mod prepare;
 mod project;
 mod rope;
@@ -28,6 +29,7 @@ use rows::{Norm, rms_norm};
 
 pub use error::ModelError;
 pub use kv::{KvCache, bytes_per_block};
+pub use on_device::{AttentionShape, KernelAttention, KernelLayer, KernelModel, KernelShape, NoKernels};
 pub use prepare::{PreparedStage, Reach};
 
 /// Names one block of the KV cache.

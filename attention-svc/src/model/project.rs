@@ -25,6 +25,11 @@ impl OutProjection {
         Ok(Self { transposed, bias })
     }
 
+    /// `[hidden, attended]`, as stored; `None` with a bias.
+    pub(super) fn without_bias(&self) -> Option<Result<Tensor, TchError>> {
+        self.bias.is_none().then(|| self.transposed.f_transpose(0, 1))
+    }
+
     /// `residual + attended · weightᵀ (+ bias)`, `[num_rows, hidden]`.
     pub(super) fn add_to(&self, residual: &Tensor, attended: &Tensor) -> Result<Tensor, TchError> {
         let sum = residual.f_addmm(attended, &self.transposed)?;

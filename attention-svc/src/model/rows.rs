@@ -43,7 +43,12 @@ impl Norm {
         Ok(Self { numbers, tensor })
     }
 
-    fn len(&self) -> i64 {
+    /// `[len]` in the compute dtype, on the model's device.
+    pub(super) fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    pub(super) fn len(&self) -> i64 {
         self.numbers.len() as i64
     }
 }

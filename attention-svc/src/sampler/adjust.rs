@@ -1,15 +1,22 @@
 //! Penalties, bias and the ban on early stop tokens: everything that changes logits whatever the temperature.
 use super::SequenceSampler;
 
+/// Whether there is anything to apply.
+pub(super) fn adjusts(sequence: &SequenceSampler) -> bool {
+    let none = sequence.seen.is_empty()
+        && sequence.output_counts.is_empty()
+        && sequence.params.logit_bias.is_empty();
+    !none || bans_stops(sequence)
+}
+
+fn bans_stops(sequence: &SequenceSampler) -> bool {
+    sequence.num_output < sequence.stop.min_tokens && !sequence.stop.stop_token_ids.is_empty()
+}
+
 /// The row with everything applied, in `scratch` unless there is nothing to apply.
 pub(super) fn adjust<'a>(sequence: &SequenceSampler, row: &'a [f32], scratch: &'a mut Vec<f32>) -> &'a [f32] {
     let SequenceSampler { params, stop, .. } = sequence;
-    let bans_stops = sequence.num_output < stop.min_tokens && !stop.stop_token_ids.is_empty();
-    if sequence.seen.is_empty()
-        && sequence.output_counts.is_empty()
-        && params.logit_bias.is_empty()
-        && !bans_stops
-    {
+    if !adjusts(sequence) {
         return row;
     }
     scratch.clear();
@@ -32,7 +39,7 @@ pub(super) fn adjust<'a>(sequence: &SequenceSampler, row: &'a [f32], scratch: &'
     for &(token, bias) in &params.logit_bias {
         change(token, &|logit| logit + bias);
     }
-    if bans_stops {
+    if bans_stops(sequence) {
         for &token in &stop.stop_token_ids {
             change(token, &|_| f32::NEG_INFINITY);
         }

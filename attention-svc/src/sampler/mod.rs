@@ -77,6 +77,11 @@ impl SequenceSampler {
         self.num_output
     }
 
+    /// Whether the token with the largest logit is chosen whatever the others are.
+    pub fn takes_best(&self) -> bool {
+        self.params.temperature == 0.0 && !adjust::adjusts(self)
+    }
+
     /// `token` became part of the output.
     pub fn commit(&mut self, token: u32) {
         self.num_output += 1;

@@ -8,7 +8,7 @@ use afd_common::telemetry::metrics::{ReadKind, SECONDS, Sample};
 use afd_common::telemetry::{MetricError, Metrics};
 
 use crate::api::FfnPeers;
-use crate::engine::EngineMetrics;
+use crate::engine::{Counter as Count, EagerReason, EngineMetrics};
 use crate::remote_ffn::stats::FfnStats;
 
 fn one(value: f64) -> Vec<Sample> {
@@ -50,6 +50,19 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
         m.tokens_prefilled.get() as f64
     })?;
     show(Counter, "afd_tokens_generated_total", "Tokens chosen.", |m| m.tokens_generated.get() as f64)?;
+    show(Counter, "afd_graph_replays_total", "Decode steps that were one graph.", |m| {
+        m.graph_replays.get() as f64
+    })?;
+    let eager = Arc::clone(engine);
+    let help = "Decode steps on a GPU that were not one graph, by why.";
+    metrics.read_when_asked(Counter, "afd_graph_eager_steps_total", help, &["reason"], move || {
+        let counts = EagerReason::ALL.iter().zip(&eager.eager_steps);
+        let sample = |(reason, count): (&EagerReason, &Count)| Sample {
+            labels: vec![reason.label().into()],
+            value: count.get() as f64,
+        };
+        counts.map(sample).collect()
+    })?;
     let times: [(&str, Read); 6] = [
         ("schedule", |m| m.schedule_us.get()),
         ("attention", |m| m.attention_us.get()),

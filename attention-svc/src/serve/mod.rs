@@ -22,7 +22,7 @@ mod readiness;
 use crate::api::{self, Api, ApiLimits, ApiParts, Readiness};
 use crate::config::{OptionError, ServeConfig};
 use crate::engine::{self, EngineDeath, EngineHandle, EngineStartError};
-use crate::model::ModelError;
+use crate::model::{ModelError, NoKernels};
 use crate::remote_ffn::directory::DirectoryError;
 use crate::text::TextError;
 use afd_common::config::model::ConfigError;
@@ -54,6 +54,9 @@ pub enum ServeError {
     /// The device's driver.
     #[error("--device: {0}")]
     Gpu(#[from] GpuError),
+    /// The model as the device's kernels take it.
+    #[error("--device: {0}")]
+    Kernels(#[from] NoKernels),
     /// The checkpoint's configuration.
     #[error("--model: {0}")]
     Config(#[from] ConfigError),

@@ -90,16 +90,12 @@ pub(super) fn load(
             "the KV cache is too small for the model's longest sequence (--kv-cache-memory)"
         );
     }
-    Ok(Loaded {
-        attention: CachedAttention::new(attention, cache)?.on(gpu),
-        config,
-        rows,
-        text,
-        served,
-        identity,
-        weights,
-        kv,
-    })
+    let attention = CachedAttention::new(attention, cache)?;
+    let attention = match gpu {
+        None => attention,
+        Some(gpu) => attention.on(gpu, capacity.graphs.clone())?,
+    };
+    Ok(Loaded { attention, config, rows, text, served, identity, weights, kv })
 }
 
 fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Result<Weights, ServeError> {

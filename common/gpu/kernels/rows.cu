@@ -189,7 +189,8 @@ KERNEL void gqa_write(bf16* qkv, const bf16* query_norm, const bf16* key_norm, c
     }
 }
 
-// The index of the largest logit of each row, the lowest on ties; NaN is never the largest. grid rows, 1024 threads
+// The index of the largest logit of each row, the lowest on ties; -1 when one is not a number or infinitely large.
+// grid rows, 1024 threads
 KERNEL void argmax(const bf16* logits, int* out, int columns) {
     __shared__ u64 best[32];
     let_next_start();
@@ -203,7 +204,7 @@ KERNEL void argmax(const bf16* logits, int* out, int columns) {
         for (int j = 0; j < 8; ++j) {
             const float x = j % 2 ? f32_high(pairs[j / 2]) : f32_low(pairs[j / 2]);
             const u32 bits = __float_as_uint(x), key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-            const u64 candidate = x == x ? (u64)key << 32 | (0xffffffffu - (u32)(i * 8 + j)) : 0;
+            const u64 candidate = x < __uint_as_float(0x7f800000u) ? (u64)key << 32 | (0xffffffffu - (u32)(i * 8 + j)) : ~0ull;
             own = own > candidate ? own : candidate;
         }
     }
@@ -221,6 +222,6 @@ KERNEL void argmax(const bf16* logits, int* out, int columns) {
             const u64 other = __shfl_xor_sync(~0u, own, d);
             own = own > other ? own : other;
         }
-        if (threadIdx.x == 0) out[blockIdx.x] = (int)(0xffffffffu - (u32)own);
+        if (threadIdx.x == 0) out[blockIdx.x] = own == ~0ull ? -1 : (int)(0xffffffffu - (u32)own);
     }
 }

@@ -18,6 +18,8 @@ pub enum Source {
     Moe,
     /// Decode attention over a latent cache.
     Mla,
+    /// Decode attention over a cache of keys and values.
+    Gqa,
     /// Norms, rope and cache write, argmax.
     Rows,
     /// Seeded numbers.
@@ -26,13 +28,14 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Channel, Self::Moe, Self::Mla, Self::Rows, Self::Random];
+    pub const ALL: [Self; 6] = [Self::Channel, Self::Moe, Self::Mla, Self::Gqa, Self::Rows, Self::Random];
 
     fn file(self) -> (&'static str, &'static str) {
         match self {
             Self::Channel => ("channel.cu", include_str!("../kernels/channel.cu")),
             Self::Moe => ("moe.cu", include_str!("../kernels/moe.cu")),
             Self::Mla => ("mla.cu", include_str!("../kernels/mla.cu")),
+            Self::Gqa => ("gqa.cu", include_str!("../kernels/gqa.cu")),
             Self::Rows => ("rows.cu", include_str!("../kernels/rows.cu")),
             Self::Random => ("random.cu", include_str!("../kernels/random.cu")),
         }

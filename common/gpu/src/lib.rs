@@ -23,6 +23,7 @@ pub mod nccl;
 pub mod ops;
 pub mod random;
 pub mod reference;
+mod staging;
 
 pub use device::{Completion, Device, Stream};
 pub use error::GpuError;
@@ -30,3 +31,4 @@ pub use graph::Graph;
 pub use kernels::{Kernel, Module, Source};
 pub use launch::Launch;
 pub use memory::{Element, HostWords, Region};
+pub use staging::Staging;

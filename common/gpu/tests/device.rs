@@ -32,6 +32,7 @@ fn every_kernel_file_compiles_for_hopper() {
         let constants: &[_] = match source {
             Source::Moe => &moe,
             Source::Mla => &mla,
+            Source::Gqa => &[("DIM", 128), ("GROUP", 8), ("BLOCK_SIZE", 16), ("STAGES", 3)],
             _ => &[],
         };
         match source.compile("sm_90a", constants) {

@@ -264,7 +264,8 @@ impl Rows {
         unsafe { launch.size(rotary)?.f32(write.epsilon).enqueue(stream) }
     }
 
-    /// Greedy tokens: the index of each row's largest logit. `logits` `[rows, vocab]` bf16, `out` `[rows]` i32.
+    /// Greedy tokens: the index of each row's largest logit, or -1 when the row has one that is not a number or is
+    /// infinitely large. `logits` `[rows, vocab]` bf16, `out` `[rows]` i32.
     ///
     /// # Errors
     /// [`GpuError::TooSmall`]; [`GpuError::Unsupported`] unless `vocab` is a multiple of 8.

@@ -1,0 +1,374 @@
+//! One stage's way through the attention half of every layer, as operations of ours on a stream: nothing is allocated when
+//! they are enqueued.
+//!
+//! ```text
+//! embedding, norm ─▶ projection ─▶ rope, cache write ─▶ decode attention ─▶ output projection ─▶ + residual, norm ─▶ FFN
+//! ```
+//! The latent form multiplies W_UK into the queries before and W_UV into the result behind the decode kernel.
+use std::collections::BTreeMap;
+
+use afd_gpu::ops::{
+    Blas, Gemm, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaShape, MlaStep, MlaWrite, NormRows,
+    RowPlaces, Rows, WeightOrder,
+};
+use afd_gpu::{Device, GpuError, Region, Staging, Stream};
+
+use super::inputs::Inputs;
+use super::stream_ffn::Summand;
+use crate::model::{AttentionShape, KernelAttention, KernelLayer, KernelModel, KernelShape};
+
+/// Epsilon of the norm of the latent, whatever the model's own is.
+const LATENT_NORM_EPS: f32 = 1e-6;
+
+/// What all stages share.
+pub(super) struct Kernels {
+    rows: Rows,
+    blas: Blas,
+}
+
+/// One stage: its inputs, its rows on their way, and its products by padded rows.
+pub(super) struct StageRows {
+    pub(super) inputs: Inputs,
+    attend: Attend,
+    /// `[max_rows, hidden]` bf16 each.
+    pub(super) residual: Region,
+    x: Region,
+    delta: Region,
+    projected: Region,
+    /// `[max_rows, heads, latent + rope]` and `[max_rows, heads, latent]`; unused with grouped queries.
+    query: Region,
+    latents: Region,
+    attended: Region,
+    /// `[max_rows, vocab]`
+    logits: Region,
+    tokens: Region,
+    pub(super) chosen: Staging,
+    products: BTreeMap<usize, Products>,
+    addresses: Option<(Vec<u64>, Region)>,
+}
+
+/// The decode kernel.
+enum Attend {
+    Mla(Box<Mla>),
+    Gqa(Box<GqaDecode>),
+}
+
+/// Matrix products for some padded rows.
+struct Products {
+    projection: Gemm,
+    /// W_UK and W_UV, head by head.
+    absorb: Option<(Gemm, Gemm)>,
+    out: Gemm,
+    head: Gemm,
+}
+
+impl Kernels {
+    pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
+        Ok(Self { rows: Rows::new(device)?, blas: Blas::new(device)? })
+    }
+}
+
+/// Columns of the projection, and of what the output projection takes.
+fn widths(shape: &KernelShape) -> (usize, usize) {
+    match shape.attention {
+        AttentionShape::Gqa { heads, kv, dim } => ((heads + 2 * kv) * dim, heads * dim),
+        AttentionShape::Mla { heads, latent, nope, value } => {
+            (heads * (nope + shape.rotary) + latent + shape.rotary, heads * value)
+        }
+    }
+}
+
+impl StageRows {
+    /// Buffers and kernels for up to `max_rows` rows.
+    ///
+    /// # Errors
+    /// [`GpuError::Unsupported`] when the kernels are not made for the model.
+    pub(super) fn new(device: &Device, shape: &KernelShape, max_rows: usize) -> Result<Self, GpuError> {
+        let max_blocks = shape.max_model_len.div_ceil(shape.block_size).next_multiple_of(4);
+        let (projected, attended) = widths(shape);
+        let rows = |columns: usize| Region::zeroed(device, max_rows * columns * 2);
+        let (attend, query, latents) = match shape.attention {
+            AttentionShape::Mla { heads, latent, .. } => {
+                if heads != 16 {
+                    return Err(GpuError::Unsupported { what: format!("latent attention of {heads} heads") });
+                }
+                let of_mla = MlaShape { latent, rope: shape.rotary, block_size: shape.block_size };
+                let mla = Mla::new(device, of_mla, max_rows)?;
+                let query = rows(heads * (latent + shape.rotary))?;
+                (Attend::Mla(Box::new(mla)), query, rows(heads * latent)?)
+            }
+            AttentionShape::Gqa { heads, kv, dim } => {
+                let gqa = GqaDecode::new(device, heads, kv, dim, shape.block_size, max_rows)?;
+                (Attend::Gqa(Box::new(gqa)), rows(0)?, rows(0)?)
+            }
+        };
+        Ok(Self {
+            inputs: Inputs::new(device, max_rows, max_blocks)?,
+            attend,
+            residual: rows(shape.hidden)?,
+            x: rows(shape.hidden)?,
+            delta: rows(shape.hidden)?,
+            projected: rows(projected)?,
+            query,
+            latents,
+            attended: rows(attended)?,
+            logits: rows(shape.vocab)?,
+            tokens: Region::zeroed(device, max_rows * 4)?,
+            chosen: Staging::new(device, max_rows * 4)?,
+            products: BTreeMap::new(),
+            addresses: None,
+        })
+    }
+
+    /// Plans the products of some padded rows and finds the fastest way to compute each.
+    pub(super) fn prepare(
+        &mut self,
+        kernels: &Kernels,
+        stream: &Stream,
+        model: &KernelModel,
+        padded: usize,
+    ) -> Result<(), GpuError> {
+        if self.products.contains_key(&padded) {
+            return Ok(());
+        }
+        let mut products = Products::new(&kernels.blas, &model.shape, padded)?;
+        let each = |weight: fn(&KernelLayer) -> &Region| model.layers.iter().map(weight).collect::<Vec<_>>();
+        products.projection.tune(stream, &self.x, &each(|layer| &layer.projection), &self.projected)?;
+        products.out.tune(stream, &self.attended, &each(|layer| &layer.out), &self.delta)?;
+        products.head.tune(stream, &self.x, &[&model.head], &self.logits)?;
+        if let (Some((keys, values)), AttentionShape::Mla { nope, .. }) =
+            (&mut products.absorb, model.shape.attention)
+        {
+            let up = |layer: &KernelLayer| match &layer.attention {
+                KernelAttention::Mla { up, .. } => Some(up.clone()),
+                KernelAttention::Gqa { .. } => None,
+            };
+            let ups: Vec<Region> = model.layers.iter().filter_map(up).collect();
+            keys.tune(stream, &self.projected, &ups.iter().collect::<Vec<_>>(), &self.query)?;
+            let behind = |up: &Region| of_values(up, &model.shape, nope);
+            let ups: Vec<Region> = ups.iter().map(behind).collect::<Result<_, _>>()?;
+            values.tune(stream, &self.latents, &ups.iter().collect::<Vec<_>>(), &self.attended)?;
+        }
+        self.products.insert(padded, products);
+        Ok(())
+    }
+
+    /// Enqueues what comes before the first layer.
+    pub(super) fn begin(
+        &self,
+        kernels: &Kernels,
+        stream: &Stream,
+        model: &KernelModel,
+        padded: usize,
+    ) -> Result<(), GpuError> {
+        match &self.attend {
+            Attend::Mla(mla) => mla.plan(stream, &self.mla_step(padded, model))?,
+            Attend::Gqa(_) => {}
+        }
+        let Some(first) = model.layers.first() else { return Ok(()) };
+        let norm = self.norm(&model.shape, &first.input_norm, padded);
+        let table = (&model.embedding, model.shape.vocab);
+        kernels.rows.embed_norm(stream, &self.inputs.ids, table, &norm)
+    }
+
+    /// Enqueues a layer's attention and the norm behind it; gives what goes to the FFN.
+    pub(super) fn attend(
+        &self,
+        kernels: &Kernels,
+        stream: &Stream,
+        model: &KernelModel,
+        index: usize,
+        padded: usize,
+    ) -> Result<&Region, GpuError> {
+        let products = self.products(padded)?;
+        let shape = &model.shape;
+        let layer = &model.layers[index];
+        products.projection.enqueue(stream, &self.x, &layer.projection, &self.projected)?;
+        let places = RowPlaces {
+            positions: &self.inputs.positions,
+            slots: &self.inputs.slots,
+            cos_sin: &model.cos_sin,
+            rows: padded,
+        };
+        match (&self.attend, &layer.attention, shape.attention) {
+            (
+                Attend::Mla(mla),
+                KernelAttention::Mla { norm, up, cache },
+                AttentionShape::Mla { heads, latent, nope, .. },
+            ) => {
+                let write = MlaWrite {
+                    projected: &self.projected,
+                    stride: widths(shape).0,
+                    latent_norm: norm,
+                    query: &self.query,
+                    cache,
+                    latent,
+                    nope,
+                    rope: shape.rotary,
+                    heads,
+                    interleaved: shape.interleaved,
+                    epsilon: LATENT_NORM_EPS,
+                };
+                kernels.rows.mla_write(stream, &places, &write)?;
+                let Some((keys, values)) = &products.absorb else { return Err(missing(padded)) };
+                keys.enqueue(stream, &self.projected, up, &self.query)?;
+                // The product ahead began after everything before it had ended, the cache write included.
+                let step = self.mla_step(padded, model);
+                mla.decode(stream, &step, &self.query, cache, shape.scale, &self.latents, true)?;
+                values.enqueue(stream, &self.latents, &of_values(up, shape, nope)?, &self.attended)?;
+            }
+            (
+                Attend::Gqa(gqa),
+                KernelAttention::Gqa { norms, keys, values },
+                AttentionShape::Gqa { heads, kv, dim },
+            ) => {
+                let write = GqaWrite {
+                    qkv: &self.projected,
+                    norms: norms.as_ref().map(|(query, key)| (query, key)),
+                    keys,
+                    values,
+                    heads,
+                    kv,
+                    dim,
+                    rotary: shape.rotary,
+                    epsilon: shape.epsilon,
+                };
+                kernels.rows.gqa_write(stream, &places, &write)?;
+                let step = GqaStep {
+                    batch: padded,
+                    block_table: self.inputs.block_table.clone(),
+                    max_blocks: self.max_blocks(shape),
+                    seq_lens: self.inputs.seq_lens.clone(),
+                };
+                gqa.decode(stream, &step, &self.projected, (keys, values), shape.scale, &self.attended)?;
+            }
+            _ => return Err(GpuError::Unsupported { what: "mixed kinds of attention".into() }),
+        }
+        products.out.enqueue(stream, &self.attended, &layer.out, &self.delta)?;
+        kernels.rows.rms_norm(stream, Some(&self.delta), &self.norm(shape, &layer.post_norm, padded))?;
+        Ok(&self.x)
+    }
+
+    /// Enqueues: what the FFN of layer `index` returned is added, and normed for the next layer or for the head.
+    pub(super) fn land(
+        &mut self,
+        kernels: &Kernels,
+        stream: &Stream,
+        model: &KernelModel,
+        index: usize,
+        padded: usize,
+        summand: &Summand,
+    ) -> Result<(), GpuError> {
+        let next = model.layers.get(index + 1).map_or(&model.final_norm, |layer| &layer.input_norm);
+        match summand {
+            Summand::Whole(delta) => {
+                kernels.rows.rms_norm(stream, Some(delta), &self.norm(&model.shape, next, padded))
+            }
+            Summand::Parts(parts) => {
+                let addresses = self.addresses_of(stream, parts)?;
+                kernels.rows.rms_norm_parts(stream, &addresses, parts, &self.norm(&model.shape, next, padded))
+            }
+        }
+    }
+
+    /// Where partial sums are does not change as long as the links live.
+    fn addresses_of(&mut self, stream: &Stream, parts: &[Region]) -> Result<Region, GpuError> {
+        let now: Vec<u64> = parts.iter().map(Region::address).collect();
+        if let Some((known, region)) = &self.addresses
+            && *known == now
+        {
+            return Ok(region.clone());
+        }
+        let region = Region::from_slice(stream.device(), &now)?;
+        self.addresses = Some((now, region.clone()));
+        Ok(region)
+    }
+
+    /// Enqueues the head and the greedy choice.
+    pub(super) fn choose(
+        &self,
+        kernels: &Kernels,
+        stream: &Stream,
+        model: &KernelModel,
+        padded: usize,
+    ) -> Result<(), GpuError> {
+        self.products(padded)?.head.enqueue(stream, &self.x, &model.head, &self.logits)?;
+        kernels.rows.argmax(stream, &self.logits, &self.tokens, padded, model.shape.vocab)
+    }
+
+    /// Enqueues the copy of the chosen tokens to the host.
+    pub(super) fn fetch(&mut self, stream: &Stream, padded: usize) -> Result<(), GpuError> {
+        self.chosen.download(stream, &self.tokens, padded * 4)
+    }
+
+    fn products(&self, padded: usize) -> Result<&Products, GpuError> {
+        self.products.get(&padded).ok_or_else(|| missing(padded))
+    }
+
+    fn norm<'a>(&'a self, shape: &KernelShape, weight: &'a Region, rows: usize) -> NormRows<'a> {
+        let KernelShape { hidden, epsilon, .. } = *shape;
+        NormRows { residual: &self.residual, weight, out: &self.x, rows, hidden, epsilon }
+    }
+
+    fn max_blocks(&self, shape: &KernelShape) -> usize {
+        shape.max_model_len.div_ceil(shape.block_size).next_multiple_of(4)
+    }
+
+    fn mla_step(&self, padded: usize, model: &KernelModel) -> MlaStep {
+        MlaStep {
+            batch: padded,
+            block_table: self.inputs.block_table.clone(),
+            max_blocks: self.max_blocks(&model.shape),
+            seq_lens: self.inputs.seq_lens.clone(),
+        }
+    }
+}
+
+/// W_UV of the first head, where the product over all heads begins.
+fn of_values(up: &Region, shape: &KernelShape, nope: usize) -> Result<Region, GpuError> {
+    let AttentionShape::Mla { latent, .. } = shape.attention else { return Ok(up.clone()) };
+    up.part(nope * latent * 2..up.len())
+}
+
+fn missing(padded: usize) -> GpuError {
+    GpuError::Unsupported { what: format!("{padded} rows, for which nothing was prepared") }
+}
+
+impl Products {
+    fn new(blas: &Blas, shape: &KernelShape, rows: usize) -> Result<Self, GpuError> {
+        let (projected, attended) = widths(shape);
+        let absorb = match shape.attention {
+            AttentionShape::Gqa { .. } => None,
+            AttentionShape::Mla { heads, latent, nope, value } => {
+                let rope = shape.rotary;
+                let keys = GemmShape {
+                    order: WeightOrder::InOut,
+                    batch: heads,
+                    x_stride: projected,
+                    x_batch: nope + rope,
+                    weight_stride: latent,
+                    weight_batch: (nope + value) * latent,
+                    out_stride: heads * (latent + rope),
+                    out_batch: latent + rope,
+                    ..GemmShape::linear(rows, nope, latent)
+                };
+                let values = GemmShape {
+                    batch: heads,
+                    x_stride: heads * latent,
+                    x_batch: latent,
+                    weight_batch: (nope + value) * latent,
+                    out_stride: attended,
+                    out_batch: value,
+                    ..GemmShape::linear(rows, latent, value)
+                };
+                Some((Gemm::new(blas, keys)?, Gemm::new(blas, values)?))
+            }
+        };
+        Ok(Self {
+            projection: Gemm::new(blas, GemmShape::linear(rows, shape.hidden, projected))?,
+            absorb,
+            out: Gemm::new(blas, GemmShape::linear(rows, attended, shape.hidden))?,
+            head: Gemm::new(blas, GemmShape::linear(rows, shape.hidden, shape.vocab))?,
+        })
+    }
+}

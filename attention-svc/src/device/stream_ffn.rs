@@ -1,0 +1,141 @@
+//! The FFN of a layer, enqueued on attention's own stream, so that a captured graph can hold whole steps.
+use afd_common::ids::{LayerIdx, StageIdx, StepId};
+use afd_gpu::{Region, Stream};
+
+use crate::engine::FfnLoss;
+
+/// An FFN that a stream drives, here or on other devices.
+///
+/// # Contract
+/// - **Order.** Per step: [`announce`](Self::announce), then for every layer and, within it, every stage one `dispatch` and one
+///   `combine`, the combine of a stage before its next dispatch; then, once the stream got there, [`check`](Self::check). What
+///   was enqueued while a graph was being captured is the same step again whenever the graph is launched.
+/// - **Memory.** `dispatch` reads the rows when the stream gets there; they may be written again behind the stage's
+///   `combine`. What `combine` returns is there for work on the stream behind it, until the stage's next `dispatch`.
+/// - **Padding.** Rows beyond the number that a stage's `num_rows` holds are padding: not routed; what comes back for them is
+///   finite and otherwise nobody's business.
+/// - **Results count after `check`.** A step that was lost computed with whatever was there.
+pub trait StreamFfn {
+    /// Most padded rows of a stage.
+    fn max_rows(&self) -> usize;
+
+    /// Makes everything that stages of these padded rows need, so that nothing is compiled or allocated later.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; graphs cannot be had then.
+    fn prepare(&mut self, padded_rows: &[usize]) -> Result<(), FfnLoss>;
+
+    /// A step of stages of these padded rows is about to be launched.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the step cannot run.
+    fn announce(&mut self, step: StepId, padded_rows: &[usize], run: StepRun) -> Result<(), FfnLoss>;
+
+    /// Enqueues: the rows of a hop go to the FFN.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the step cannot run.
+    fn dispatch(&mut self, stream: &Stream, hop: StreamHop, rows: &HopRows<'_>) -> Result<(), FfnLoss>;
+
+    /// Enqueues: work behind this finds the FFN's output.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the step cannot run.
+    fn combine(&mut self, stream: &Stream, hop: StreamHop) -> Result<Summand, FfnLoss>;
+
+    /// Whether everything that has run so far got what it waited for.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]: the step's results are not to be used, and nothing that was captured.
+    fn check(&mut self) -> Result<(), FfnLoss>;
+
+    /// Changes when what was captured can no longer be used, because a rank was lost or came.
+    fn generation(&self) -> u64;
+}
+
+/// How a step is run, so that both sides capture and replay alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepRun {
+    /// Operation by operation.
+    Eager,
+    /// The same, for the sake of warmth: all rows are padding.
+    Warmup,
+    /// Captured, then launched.
+    Capture,
+    /// Launched again.
+    Replay,
+}
+
+/// One exchange of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamHop {
+    /// Decoder layer.
+    pub layer: LayerIdx,
+    /// Stage of the step.
+    pub stage: StageIdx,
+    /// Rows of the stage, padded.
+    pub padded_rows: usize,
+}
+
+/// Rows on their way to the FFN.
+#[derive(Clone, Copy, Debug)]
+pub struct HopRows<'a> {
+    /// `[padded_rows, hidden]` bf16
+    pub rows: &'a Region,
+    /// How many are real: one i32.
+    pub num_rows: &'a Region,
+}
+
+/// What is added to the residual stream.
+#[derive(Clone, Debug)]
+pub enum Summand {
+    /// `[padded_rows, hidden]` bf16
+    Whole(Region),
+    /// Partial sums of the shards, in shard order, `[padded_rows, hidden]` f32 each.
+    Parts(Vec<Region>),
+}
+
+/// An FFN that gives back what it got: for making attention's own operations warm.
+pub(super) struct Echo {
+    rows: Vec<(StageIdx, Region)>,
+}
+
+impl Echo {
+    pub(super) fn new() -> Self {
+        Self { rows: Vec::new() }
+    }
+}
+
+impl StreamFfn for Echo {
+    fn max_rows(&self) -> usize {
+        usize::MAX
+    }
+
+    fn prepare(&mut self, _padded_rows: &[usize]) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
+    fn announce(&mut self, _step: StepId, _padded_rows: &[usize], _run: StepRun) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
+    fn dispatch(&mut self, _stream: &Stream, hop: StreamHop, rows: &HopRows<'_>) -> Result<(), FfnLoss> {
+        self.rows.retain(|(stage, _)| *stage != hop.stage);
+        self.rows.push((hop.stage, rows.rows.clone()));
+        Ok(())
+    }
+
+    fn combine(&mut self, _stream: &Stream, hop: StreamHop) -> Result<Summand, FfnLoss> {
+        let found = self.rows.iter().find(|(stage, _)| *stage == hop.stage);
+        let found = found.map(|(_, rows)| Summand::Whole(rows.clone()));
+        found.ok_or_else(|| FfnLoss::Fatal { what: format!("{} was never dispatched", hop.layer) })
+    }
+
+    fn check(&mut self) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
+    fn generation(&self) -> u64 {
+        0
+    }
+}

@@ -1,0 +1,232 @@
+//! The model as our kernels take it: every weight and every layer of the cache as a region of the device's memory, shared
+//! with the tensors that libtorch computes with. Made only for what the kernels support.
+use afd_common::config::model::AttentionConfig;
+use afd_common::ids::LayerIdx;
+use afd_ffi::FfiError;
+use afd_ffi::cpu_rows::Pairing;
+use afd_ffi::cuda::region;
+use afd_gpu::{Device, GpuError, Region};
+use tch::{Kind, TchError, Tensor};
+
+use super::kv::LayerCache;
+use super::rows::Norm;
+use super::{AttentionModel, Block, KvCache, Layer};
+
+/// Everything that a decode step reads.
+#[derive(Debug)]
+pub struct KernelModel {
+    /// `[vocab, hidden]` bf16
+    pub embedding: Region,
+    /// `[vocab, hidden]` bf16
+    pub head: Region,
+    /// `[hidden]` bf16
+    pub final_norm: Region,
+    /// In order.
+    pub layers: Vec<KernelLayer>,
+    /// `[max_model_len, rotary]` f32: of each position cosines, then sines.
+    pub cos_sin: Region,
+    /// Sizes.
+    pub shape: KernelShape,
+}
+
+/// Sizes that all layers share.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KernelShape {
+    /// Elements of a row.
+    pub hidden: usize,
+    /// Token ids.
+    pub vocab: usize,
+    /// Of the norms of the residual stream.
+    pub epsilon: f32,
+    /// Longest sequence, tokens.
+    pub max_model_len: usize,
+    /// Tokens of a cache block.
+    pub block_size: usize,
+    /// Of the scores.
+    pub scale: f32,
+    /// Elements of a head that turn.
+    pub rotary: usize,
+    /// Whether neighbours turn together; otherwise halves do.
+    pub interleaved: bool,
+    /// Heads.
+    pub attention: AttentionShape,
+}
+
+/// Heads of either kind of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionShape {
+    /// Grouped queries.
+    Gqa {
+        /// Query heads.
+        heads: usize,
+        /// Heads of the cache.
+        kv: usize,
+        /// Elements of a head.
+        dim: usize,
+    },
+    /// Latent.
+    Mla {
+        /// Query heads.
+        heads: usize,
+        /// Elements of the latent.
+        latent: usize,
+        /// Elements of a query and a key that do not turn.
+        nope: usize,
+        /// Elements of a value.
+        value: usize,
+    },
+}
+
+/// One layer.
+#[derive(Debug)]
+pub struct KernelLayer {
+    /// `[hidden]` bf16
+    pub input_norm: Region,
+    /// `[hidden]` bf16
+    pub post_norm: Region,
+    /// `[columns, hidden]` bf16: queries, keys and values, or queries, latent and rope key.
+    pub projection: Region,
+    /// `[hidden, attended]` bf16
+    pub out: Region,
+    /// The rest.
+    pub attention: KernelAttention,
+}
+
+/// What only one kind of attention has.
+#[derive(Debug)]
+pub enum KernelAttention {
+    /// Grouped queries.
+    Gqa {
+        /// `[dim]` bf16 each, of queries and of keys.
+        norms: Option<(Region, Region)>,
+        /// `[blocks, block_size, kv, dim]` bf16
+        keys: Region,
+        /// The same.
+        values: Region,
+    },
+    /// Latent.
+    Mla {
+        /// `[latent]` bf16
+        norm: Region,
+        /// W_UK and W_UV, `[heads, nope + value, latent]` bf16.
+        up: Region,
+        /// `[blocks, block_size, latent + rope]` bf16
+        cache: Region,
+    },
+}
+
+/// Why there is no [`KernelModel`]; the model is then computed by libtorch alone.
+#[derive(Debug, thiserror::Error)]
+pub enum NoKernels {
+    /// Something that the kernels are not made for.
+    #[error("the decode kernels do not support {0}")]
+    Unsupported(&'static str),
+    /// A tensor's memory cannot be used as it is.
+    #[error(transparent)]
+    Memory(#[from] FfiError),
+    /// libtorch refused.
+    #[error(transparent)]
+    Torch(#[from] TchError),
+    /// The device refused.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+}
+
+impl KernelModel {
+    /// Model and cache on `device`, which both are on.
+    ///
+    /// # Errors
+    /// [`NoKernels`].
+    pub fn new(device: &Device, model: &AttentionModel, cache: &KvCache) -> Result<Self, NoKernels> {
+        let _no_grad = tch::no_grad_guard();
+        let unsupported = |what| Err(NoKernels::Unsupported(what));
+        if model.kind() != Kind::BFloat16 {
+            return unsupported("other types than bfloat16");
+        }
+        if model.layers.iter().any(|layer| layer.gate.is_some()) {
+            return unsupported("the gate on attention");
+        }
+        if (0..model.layers.len()).any(|i| model.routes_by_token(LayerIdx(i as u16))) {
+            return unsupported("routing by token id");
+        }
+        let config = &model.config;
+        let Some(first) = model.layers.first() else { return unsupported("a model without layers") };
+        let (attention, scale) = match (&config.attention, &first.attention) {
+            (AttentionConfig::Gqa(gqa), Block::Gqa(block)) => {
+                let (heads, kv, dim) = (gqa.num_heads, gqa.num_kv_heads, gqa.head_dim);
+                (AttentionShape::Gqa { heads, kv, dim }, block.scale())
+            }
+            (AttentionConfig::Mla(mla), Block::Mla(block)) => {
+                let (heads, latent) = (mla.num_heads, mla.kv_lora_rank);
+                let (nope, value) = (mla.qk_nope_head_dim, mla.v_head_dim);
+                (AttentionShape::Mla { heads, latent, nope, value }, block.scale())
+            }
+            _ => return unsupported("mixed kinds of attention"),
+        };
+        let layer_of = |(layer, cache): (&Layer, &LayerCache)| -> Result<KernelLayer, NoKernels> {
+            let norm = |norm: &Norm| region(device, norm.tensor());
+            let (projection, out, attention) = match (&layer.attention, cache) {
+                (Block::Gqa(block), LayerCache::Gqa { keys, values }) => {
+                    let Some((projection, norms, out)) = block.for_kernels() else {
+                        return Err(NoKernels::Unsupported("biases, clipping or a norm over all heads"));
+                    };
+                    let norms = norms.map(|(query, key)| Ok::<_, FfiError>((norm(query)?, norm(key)?)));
+                    let attention = KernelAttention::Gqa {
+                        norms: norms.transpose()?,
+                        keys: region(device, keys)?,
+                        values: region(device, values)?,
+                    };
+                    (projection, out, attention)
+                }
+                (Block::Mla(block), LayerCache::Mla(cache)) => {
+                    let Some((projection, kv_norm, up, out)) = block.for_kernels() else {
+                        return Err(NoKernels::Unsupported("biases or a query latent"));
+                    };
+                    let attention = KernelAttention::Mla {
+                        norm: norm(kv_norm)?,
+                        up: region(device, up)?,
+                        cache: region(device, cache)?,
+                    };
+                    (projection, out, attention)
+                }
+                _ => return Err(NoKernels::Unsupported("a cache of another kind of attention")),
+            };
+            Ok(KernelLayer {
+                input_norm: norm(&layer.input_norm)?,
+                post_norm: norm(&layer.post_norm)?,
+                projection: region(device, projection)?,
+                out: region(device, &out?)?,
+                attention,
+            })
+        };
+        let layers = model.layers.iter().zip(cache.layers()).map(layer_of);
+        let shape = KernelShape {
+            hidden: config.hidden_size,
+            vocab: config.vocab_size,
+            epsilon: config.rms_norm_eps as f32,
+            max_model_len: model.max_model_len,
+            block_size: cache.block_size(),
+            scale: scale as f32,
+            rotary: model.rope.dim,
+            interleaved: model.rope.pairing == Pairing::Neighbours,
+            attention,
+        };
+        Ok(Self {
+            embedding: region(device, &model.embedding)?,
+            head: region(device, &model.head)?,
+            final_norm: region(device, model.final_norm.tensor())?,
+            layers: layers.collect::<Result<_, NoKernels>>()?,
+            cos_sin: Region::from_slice(device, &cos_sin(model)?)?,
+            shape,
+        })
+    }
+}
+
+/// Of each position `rotary / 2` cosines, then as many sines.
+fn cos_sin(model: &AttentionModel) -> Result<Vec<f32>, TchError> {
+    let positions: Vec<u32> = (0..model.max_model_len as u32).collect();
+    let (cos, sin) = model.rope.rows(&positions)?;
+    let shape = [positions.len() as i64, model.rope.dim as i64 / 2];
+    let halves = [Tensor::f_from_slice(&cos)?.f_view(shape)?, Tensor::f_from_slice(&sin)?.f_view(shape)?];
+    Vec::try_from(Tensor::f_cat(&halves, 1)?.f_view(-1)?)
+}
