@@ -3,6 +3,7 @@
 // A slot, in the receiver's memory, written by the sender (a peer's mapping of it over NVLink, or the same device):
 //   0     u64 flags[BLOCKS]   identity << 32 | sequence, one for each block of the put
 //   256   int rows            how many of the rows are real
+//   384   16 bytes            in the first slot: what proves that a mapping is of this memory
 //   512   rows, dense
 //   ...   packets of 16 bytes {data, sequence, data, sequence}: the low-latency form, where data is its own flag
 //
@@ -16,13 +17,14 @@
 #define DATA_AT 512
 
 struct Status {
-    u32 code; // 0 well, 1 timed out, 2 foreign identity, 3 sequence ahead
+    u32 code; // 0 well, 1 timed out, 2 foreign identity, 3 sequence ahead, 4 given up by the host
     u32 slot;
     u64 seen, expected;
 };
 #define TIMED_OUT 1
 #define FOREIGN 2
 #define AHEAD 3
+#define ABORTED 4
 
 DEVICE void fail(Status* status, Status* host, u32 code, u32 slot, u64 seen, u64 expected) {
     if (atomicCAS(&status->code, 0u, code)) return;
@@ -36,6 +38,9 @@ DEVICE void fail(Status* status, Status* host, u32 code, u32 slot, u64 seen, u64
     *(volatile u32*)&host->code = code;
 }
 DEVICE bool failed(const Status* status) { return *(const volatile u32*)&status->code; }
+
+// The host gives the channel up: on a stream beside, while others wait. One thread.
+KERNEL void channel_abort(Status* status, Status* host) { fail(status, host, ABORTED, 0, 0, 0); }
 
 // ---- flags --------------------------------------------------------------------------------------------------------
 

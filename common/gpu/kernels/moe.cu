@@ -6,8 +6,10 @@
 // Shared experts are experts EXPERTS.. that every row chose: their tiles need no routing and are read while it runs.
 //
 // Defined at compile time: HIDDEN, INTER (of one expert), EXPERTS, TOP_K, SHARED (experts), NT (row tiles of 8 that a
-// segment has), NORMALIZE (top-k weights sum to one), WARPS_UP, WARPS_DOWN, STAGES_UP, STAGES_DOWN, OUT_F32,
+// segment has), SIGMOID (scores are sigmoids, and a bias has a say in the choice, instead of softmax), NORMALIZE (top-k
+// weights sum to one), ROUND_LOGITS (to bf16), WARPS_UP, WARPS_DOWN, STAGES_UP, STAGES_DOWN, OUT_F32,
 // STATIC_PERCENT (of the routed tiles that are no block's choice), TRACE (times into `routing`, for the benchmark).
+// With EXPERTS 0 there is no router: a dense MLP is nothing but shared experts.
 //
 // A token t owns rows t * CHOICES .. + CHOICES of the intermediate tensors: TOP_K routed, then SHARED.
 // routing: [0] number of segments, [1] and [2] how far the pools of tiles are handed out, [3] for which run of the gate and
@@ -40,8 +42,9 @@ DEVICE u32 order_key(float x) {
 // Logits of 16 experts and 8 rows a block; the blocks of a row group are a cluster, whose first chooses the experts. The
 // last group of all writes the permutation; *ticket counts groups, and is zero before and after.
 // grid (ceil(max_rows / 8), EXPERTS / 16), 256 threads
+#if EXPERTS
 KERNEL void __cluster_dims__(1, EXPERTS / 16, 1)
-moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float* weights, u32* ticket,
+moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, int* routing, float* weights, u32* ticket,
            const int* num_rows, int max_rows, float scale, int first_local, int num_local) {
     constexpr int CHUNKS = HIDDEN / 256; // of 32 elements, a warp
     constexpr int PER_LANE = (EXPERTS + 31) / 32;
@@ -85,6 +88,7 @@ moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < 8; ++w) sum += ((const float*)&partial[w][l])[j];
+        if (ROUND_LOGITS) sum = f32_of(bf16_of(sum));
         const int expert = expert0 + l / 4 + j / 2 * 8, row = l % 4 * 2 + j % 2;
         store_shared_cluster(shared_address_of(shared_address(&group_logits[row][expert]), 0), sum);
         if (group * 8 + row < max_rows) logits[(size_t)(group * 8 + row) * EXPERTS + expert] = sum;
@@ -95,6 +99,7 @@ moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float
     // One warp a row: the best TOP_K of its logits, ties to the lower index.
     const int row = group * 8 + warp;
     if (row < rows) {
+        // By softmax `own` is the logit, of which the score is a rising function; by sigmoid it is the score.
         float own[PER_LANE];
         u32 keys[PER_LANE];
         float top = NEG_BIG;
@@ -102,16 +107,19 @@ moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = i * 32 + lane;
             own[i] = e < EXPERTS ? group_logits[warp][e] : NEG_BIG;
-            keys[i] = e < EXPERTS ? order_key(own[i]) : 0;
+            if (SIGMOID) own[i] = 1.f / (1.f + __expf(-own[i]));
+            keys[i] = e < EXPERTS ? order_key(SIGMOID && bias ? own[i] + bias[e] : own[i]) : 0;
             top = fmaxf(top, own[i]);
         }
-#pragma unroll
-        for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
         float all = 0.f;
+        if (!SIGMOID) {
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) all += (i * 32 + lane < EXPERTS) ? __expf(own[i] - top) : 0.f;
+            for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
 #pragma unroll
-        for (int d = 16; d; d /= 2) all += __shfl_xor_sync(~0u, all, d);
+            for (int i = 0; i < PER_LANE; ++i) all += (i * 32 + lane < EXPERTS) ? __expf(own[i] - top) : 0.f;
+#pragma unroll
+            for (int d = 16; d; d /= 2) all += __shfl_xor_sync(~0u, all, d);
+        }
         float my_weight = 0.f, chosen_sum = 0.f;
         int my_expert = 0;
 #pragma unroll
@@ -134,10 +142,10 @@ moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float
                 }
             }
             value = __shfl_sync(~0u, value, expert % 32);
-            const float probability = __expf(value - top) / all;
-            chosen_sum += probability;
+            const float score = SIGMOID ? value : __expf(value - top) / all;
+            chosen_sum += score;
             if (lane == k) {
-                my_weight = probability;
+                my_weight = score;
                 my_expert = expert;
             }
         }
@@ -210,6 +218,7 @@ moe_router(const bf16* x, const bf16* router, float* logits, int* routing, float
     }
     if (threadIdx.x == 0) trace(routing, 0, 2);
 }
+#endif
 
 // ---- the two products -------------------------------------------------------------------------------------------
 
@@ -241,9 +250,9 @@ DEVICE int2 taking(const Pool& p, int ticket) {
 
 // One product y[row] = W[expert] in[row] over all segments. WIDTH is the inner dimension, TILES the 16-row weight tiles
 // of an expert. GATED: 8 gate rows and 8 up rows make a tile, SwiGLU on the way out, rows come from the token's `in`;
-// otherwise rows come from the intermediate row itself.
+// otherwise rows come from the intermediate row itself. `num_here` routed experts have weights here, the shared ones behind.
 template <int WARPS, int STAGES, int WIDTH, int TILES, bool GATED>
-DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf16* in, void* out, int* routing, int max_rows, int patience) {
+DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf16* in, void* out, int* routing, int max_rows, int num_here, int patience) {
     constexpr bool MORE_REGISTERS = WARPS == 8 && NT == 4; // the rows take 128
     constexpr int CHUNKS = WIDTH / 32 / WARPS;
     static_assert(CHUNKS * 32 * WARPS == WIDTH, "inner dimension must divide among the warps");
@@ -306,45 +315,47 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
         for (int u = (int)((long long)shared_tiles * blockIdx.x / n); u < shared_end; ++u) {
             const int expert = u / (TILES * passes), row0 = u / TILES % passes * SEGMENT_ROWS;
             const int rows = min(SEGMENT_ROWS, max_rows - row0), row = (row0 + lane) * CHOICES + TOP_K + expert;
-            fetch(EXPERTS + expert, -1 - u / TILES, u % TILES, rows, row, passes > 1 ? keep : once);
+            fetch(num_here + expert, -1 - u / TILES, u % TILES, rows, row, passes > 1 ? keep : once);
         }
         if (GATED && SHARED && lane == 0) {
             // Nothing can be fetched until the router has ended but what it does not choose: the shared down weights.
             constexpr u32 PIECE = 4096;
             constexpr u32 PIECES = (u32)((size_t)SHARED * HIDDEN * INTER * 2 / PIECE);
-            const u8* base = (const u8*)next_weight + (size_t)EXPERTS * HIDDEN * INTER * 2;
+            const u8* base = (const u8*)next_weight + (size_t)num_here * HIDDEN * INTER * 2;
             for (u32 p = PIECES * blockIdx.x / n; p < PIECES * (blockIdx.x + 1) / n; ++p) bulk_prefetch(base + (size_t)p * PIECE, PIECE);
         }
         __syncwarp();
         // The down product starts after the router has ended, so only the other must wait for the segments.
         if (GATED) wait_for_previous();
         if (GATED) let_next_start();
-        const Pool pool = pool_of(load_fresh(routing) * TILES);
-        int ticket = 0;
-        auto take = [&]() {
-            if (lane == 0) ticket = atomicAdd(routing + (GATED ? 1 : 2), 1);
-        };
-        take(); // on its way while the block's own tiles are fetched
-        int segment = -1, expert = 0, rows = 0, row = 0;
-        auto routed = [&](int begin, int end) {
-            for (int u = begin; u < end; ++u) {
-                if (u / TILES != segment) {
-                    segment = u / TILES;
-                    const int* p = routing + SEGMENTS + 4 * segment;
-                    expert = load_fresh(p);
-                    rows = load_fresh(p + 2);
-                    const int slot0 = load_fresh(p + 1);
-                    if (lane < rows) row = load_fresh(routing + SLOTS + slot0 + lane);
+        if (EXPERTS) {
+            const Pool pool = pool_of(load_fresh(routing) * TILES);
+            int ticket = 0;
+            auto take = [&]() {
+                if (lane == 0) ticket = atomicAdd(routing + (GATED ? 1 : 2), 1);
+            };
+            take(); // on its way while the block's own tiles are fetched
+            int segment = -1, expert = 0, rows = 0, row = 0;
+            auto routed = [&](int begin, int end) {
+                for (int u = begin; u < end; ++u) {
+                    if (u / TILES != segment) {
+                        segment = u / TILES;
+                        const int* p = routing + SEGMENTS + 4 * segment;
+                        expert = load_fresh(p);
+                        rows = load_fresh(p + 2);
+                        const int slot0 = load_fresh(p + 1);
+                        if (lane < rows) row = load_fresh(routing + SLOTS + slot0 + lane);
+                    }
+                    fetch(expert, segment, u % TILES, rows, row, once);
                 }
-                fetch(expert, segment, u % TILES, rows, row, once);
+            };
+            routed((int)((long long)pool.begin * blockIdx.x / n), (int)((long long)pool.begin * (blockIdx.x + 1) / n));
+            for (;;) {
+                const int2 mine = taking(pool, __shfl_sync(~0u, ticket, 0));
+                if (mine.x >= mine.y) break;
+                take();
+                routed(mine.x, mine.y);
             }
-        };
-        routed((int)((long long)pool.begin * blockIdx.x / n), (int)((long long)pool.begin * (blockIdx.x + 1) / n));
-        for (;;) {
-            const int2 mine = taking(pool, __shfl_sync(~0u, ticket, 0));
-            if (mine.x >= mine.y) break;
-            take();
-            routed(mine.x, mine.y);
         }
         barrier_wait(empty + 8 * stage, parity);
         if (lane == 0) {
@@ -491,18 +502,18 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
     if (threadIdx.x == 0) trace(routing, GATED ? 1 : 2, 2);
 }
 
-// h[row] = silu(gate x) * (up x): `weight` is [EXPERTS + SHARED, 2 INTER, HIDDEN], the gate's rows first; `down` what the
+// h[row] = silu(gate x) * (up x): `weight` is [num_here + SHARED, 2 INTER, HIDDEN], the gate's rows first; `down` what the
 // next kernel will read; `patience` how often to look whether x is there before waiting for the router to end. One block a multiprocessor, THREADS_UP threads
 KERNEL void __launch_bounds__(THREADS_UP, 1)
-moe_gate_up(const bf16* weight, const bf16* down, const bf16* x, bf16* h, int* routing, int max_rows, int patience) {
-    stream_experts<WARPS_UP, STAGES_UP, HIDDEN, INTER / 8, true>(weight, down, x, h, routing, max_rows, patience);
+moe_gate_up(const bf16* weight, const bf16* down, const bf16* x, bf16* h, int* routing, int max_rows, int num_here, int patience) {
+    stream_experts<WARPS_UP, STAGES_UP, HIDDEN, INTER / 8, true>(weight, down, x, h, routing, max_rows, num_here, patience);
 }
 
-// y[row] = down h[row], unweighted f32: `weight` is [EXPERTS + SHARED, HIDDEN, INTER].
+// y[row] = down h[row], unweighted f32: `weight` is [num_here + SHARED, HIDDEN, INTER].
 // one block a multiprocessor, THREADS_DOWN threads
 KERNEL void __launch_bounds__(THREADS_DOWN, 1)
-moe_down(const bf16* weight, const bf16* h, float* y, int* routing, int max_rows) {
-    stream_experts<WARPS_DOWN, STAGES_DOWN, INTER, HIDDEN / 16, false>(weight, nullptr, h, y, routing, max_rows, 0);
+moe_down(const bf16* weight, const bf16* h, float* y, int* routing, int max_rows, int num_here) {
+    stream_experts<WARPS_DOWN, STAGES_DOWN, INTER, HIDDEN / 16, false>(weight, nullptr, h, y, routing, max_rows, num_here, 0);
 }
 
 // out[t] = sum of the chosen experts' rows by their weights, in the order of choice, and the shared experts' rows.

@@ -17,6 +17,25 @@ KERNEL void fill_uniform(bf16* out, u64 count, u64 seed, float scale) {
     }
 }
 
+// Whether `found` is what fill_uniform makes of `seed`, and `*rows` (where given) is `wanted_rows`: writes one more than the
+// number of differences for the host to see. One block.
+KERNEL void check_uniform(const bf16* found, u64 count, u64 seed, float scale, const int* rows, int wanted_rows, u32* verdict) {
+    __shared__ u32 wrong;
+    if (threadIdx.x == 0) wrong = rows && *rows != wanted_rows;
+    __syncthreads();
+    u32 mine = 0;
+    for (u64 i = threadIdx.x; i < count; i += blockDim.x) {
+        const float unit = (float)(scramble(seed + i * 0x9e3779b97f4a7c15ull) >> 8) * (2.f / 16777216.f) - 1.f;
+        mine += found[i] != bf16_of(unit * scale);
+    }
+    if (mine) atomicAdd(&wrong, mine);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *(volatile u32*)verdict = wrong + 1;
+        __threadfence_system();
+    }
+}
+
 // Reads everything with plain 16-byte loads and keeps one word of it: what this device reads in the best case.
 KERNEL void read_all(const uint4* p, u64 count, u32* sink) {
     u32 mix = 0;

@@ -1,6 +1,6 @@
 //! One GPU of this machine and the streams of work on it.
-use std::cell::{Cell, RefCell};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, sys};
@@ -67,8 +67,8 @@ impl Device {
         Ok(Stream {
             device: self.clone(),
             inner,
-            capturing: RefCell::default(),
-            opens_late: Cell::new(false),
+            capturing: Mutex::default(),
+            opens_late: AtomicBool::new(false),
         })
     }
 
@@ -123,9 +123,9 @@ pub struct Stream {
     device: Device,
     inner: Arc<CudaStream>,
     /// What kernels were given while a graph is being captured.
-    capturing: RefCell<Option<Vec<Region>>>,
+    capturing: Mutex<Option<Vec<Region>>>,
     /// Whether the kernel launched last lets the next one start only when all before it have ended.
-    opens_late: Cell<bool>,
+    opens_late: AtomicBool,
 }
 
 impl Stream {
@@ -175,17 +175,22 @@ impl Stream {
         &self.inner
     }
 
-    pub(crate) fn capturing(&self) -> &RefCell<Option<Vec<Region>>> {
-        &self.capturing
+    /// What kernels were given while a graph is being captured; `None` at other times.
+    pub(crate) fn capturing(&self) -> MutexGuard<'_, Option<Vec<Region>>> {
+        self.capturing.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    pub(crate) fn opens_late(&self) -> &Cell<bool> {
-        &self.opens_late
+    pub(crate) fn opens_late(&self) -> bool {
+        self.opens_late.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_opens_late(&self, late: bool) {
+        self.opens_late.store(late, Ordering::Relaxed);
     }
 
     /// What the work enqueued from now on uses, so that a graph being captured keeps it.
     pub(crate) fn keep(&self, region: &Region) {
-        if let Some(kept) = self.capturing.borrow_mut().as_mut() {
+        if let Some(kept) = self.capturing().as_mut() {
             kept.push(region.clone());
         }
     }

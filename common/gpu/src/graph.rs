@@ -30,9 +30,9 @@ impl Graph {
         use sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as MODE;
         let inner = stream.inner();
         inner.begin_capture(MODE).map_err(GpuError::driver("beginning a capture"))?;
-        *stream.capturing().borrow_mut() = Some(Vec::new());
+        *stream.capturing() = Some(Vec::new());
         let enqueued = enqueue();
-        let kept = stream.capturing().borrow_mut().take().unwrap_or_default();
+        let kept = stream.capturing().take().unwrap_or_default();
         // SAFETY: the stream is capturing, begun above.
         let ended = unsafe { result::stream::end_capture(inner.cu_stream()) };
         let ended = ended.map_err(GpuError::driver("ending a capture"));

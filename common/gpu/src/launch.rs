@@ -113,7 +113,7 @@ impl<'a> Launch<'a> {
             sys::cuLaunchKernelEx(&config, self.kernel.function(), pointers.as_mut_ptr(), nothing_more)
                 .result()
         });
-        stream.opens_late().set(self.opens_late);
+        stream.set_opens_late(self.opens_late);
         launched.map_err(GpuError::driver(self.kernel.name()))
     }
 }

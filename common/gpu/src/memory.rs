@@ -319,6 +319,14 @@ impl HostWords {
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
+
+    pub(crate) fn address_of(&self, index: usize) -> Result<u64, GpuError> {
+        let (found, needed) = (self.len * 4, index.saturating_add(1).saturating_mul(4));
+        if needed > found {
+            return Err(GpuError::TooSmall { what: "words for the host", found, needed });
+        }
+        Ok(self.address + index as u64 * 4)
+    }
 }
 
 impl Drop for HostWords {

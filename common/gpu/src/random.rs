@@ -1,12 +1,13 @@
 //! Seeded numbers, made where they are used: the same on the device and here.
 use half::bf16;
 
-use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
+use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
 
 /// The kernels of `random.cu`.
 #[derive(Clone, Debug)]
 pub struct Random {
     fill: Kernel,
+    check: Kernel,
     read: Kernel,
     blocks: u32,
 }
@@ -17,7 +18,9 @@ impl Random {
     pub fn new(device: &Device) -> Result<Self, GpuError> {
         let module = Module::load(device, Source::Random, &[])?;
         let blocks = device.num_multiprocessors() * 8;
-        Ok(Self { fill: module.kernel("fill_uniform", 0)?, read: module.kernel("read_all", 0)?, blocks })
+        let kernel = |name| module.kernel(name, 0);
+        let (fill, check, read) = (kernel("fill_uniform")?, kernel("check_uniform")?, kernel("read_all")?);
+        Ok(Self { fill, check, read, blocks })
     }
 
     /// Fills `out` with bf16 numbers, uniform in `[-scale, scale)`: element i is [`uniform`]`(seed, i, scale)`.
@@ -28,6 +31,27 @@ impl Random {
         let launch = Launch::new(&self.fill, (self.blocks, 1), 256);
         let launch = launch.region(out).u64(out.len() as u64 / 2).u64(seed).f32(scale);
         // SAFETY: fill_uniform(bf16*, u64, u64, float) writes as many elements as the region has.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// Compares `found` with what [`fill`](Self::fill) makes of `seed`, and the i32 in `rows` with the number beside it,
+    /// without a copy: word `index` of `verdicts` becomes one more than the number of differences.
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`] when there is no such word; [`GpuError::Driver`].
+    pub fn check(
+        &self,
+        stream: &Stream,
+        (found, seed, scale): (&Region, u64, f32),
+        rows: Option<(&Region, i32)>,
+        (verdicts, index): (&HostWords, usize),
+    ) -> Result<(), GpuError> {
+        let word = verdicts.address_of(index)?;
+        let launch = Launch::new(&self.check, (1, 1), 1024);
+        let launch = launch.region(found).u64(found.len() as u64 / 2).u64(seed).f32(scale);
+        let launch = launch.maybe(rows.map(|(region, _)| region));
+        let launch = launch.u32(rows.map_or(0, |(_, wanted)| wanted as u32)).u64(word);
+        // SAFETY: check_uniform's arguments; it reads the region and one int, and writes one word, which its owner keeps.
         unsafe { launch.enqueue(stream) }
     }
 

@@ -1,8 +1,9 @@
 //! What one GPU can show; skipped, saying so, without one. Kernels compile for Hopper wherever NVRTC is.
+use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
-use afd_gpu::channel::contract::{self, Abilities, Ends, Side};
+use afd_gpu::channel::contract::{self, Abilities, Bench, Ends, Side};
 use afd_gpu::channel::{DeviceChannel, Form, Frame, Identity, StepChannel, StepError, StepLimits};
 use afd_gpu::{Device, GpuError, Region, Source, Stream};
 
@@ -14,7 +15,9 @@ fn every_kernel_file_compiles_for_hopper() {
         ("EXPERTS", 64),
         ("TOP_K", 6),
         ("SHARED", 2),
+        ("SIGMOID", 1),
         ("NORMALIZE", 0),
+        ("ROUND_LOGITS", 1),
         ("MAX_ROWS", 256),
         ("OUT_F32", 1),
         ("NT", 2),
@@ -50,12 +53,20 @@ fn a_device_that_is_not_there_is_an_error_not_a_panic() {
 }
 
 /// Channels made beforehand.
-struct Prepared(Vec<DeviceChannel>);
+struct Prepared<'a> {
+    channels: Vec<DeviceChannel>,
+    barrier: &'a Barrier,
+}
 
-impl Ends for Prepared {
+impl Ends for Prepared<'_> {
     fn open(&mut self, _stream: &Stream) -> Result<Box<dyn StepChannel>, StepError> {
-        let channel = self.0.pop().ok_or_else(|| StepError::Lost("no channel left".to_owned()))?;
+        let channel = self.channels.pop().ok_or_else(|| StepError::Lost("no channel left".to_owned()))?;
         Ok(Box::new(channel))
+    }
+
+    fn meet(&mut self) -> Result<(), String> {
+        self.barrier.wait();
+        Ok(())
     }
 }
 
@@ -83,26 +94,35 @@ fn both_ends_on_one_device_keep_the_contract() {
     }
     let device = Device::open(0).unwrap();
     let limits = StepLimits { num_slots: 2, max_rows: 64, row_bytes: 512, patience: Duration::from_secs(3) };
-    let (mut ends_a, mut ends_b) = (Prepared(Vec::new()), Prepared(Vec::new()));
-    for _ in 0..7 {
+    let barrier = Barrier::new(2);
+    let prepared = || Prepared { channels: Vec::new(), barrier: &barrier };
+    let (mut ends_a, mut ends_b) = (prepared(), prepared());
+    for _ in 0..8 {
         let (a, b) = DeviceChannel::local_pair(&device, limits).unwrap();
-        ends_a.0.push(a);
-        ends_b.0.push(b);
+        ends_a.channels.push(a);
+        ends_b.channels.push(b);
     }
-    let streams = [device.stream().unwrap(), device.stream().unwrap()];
-    let arenas = [(); 2].map(|()| Region::alloc(&device, contract::ARENA_BYTES).unwrap());
-    warm(&streams[0], &mut DeviceChannel::local_pair(&device, limits).unwrap());
+    let benches = [(); 2].map(|()| Bench::new(&device).unwrap());
+    warm(&device.stream().unwrap(), &mut DeviceChannel::local_pair(&device, limits).unwrap());
     let abilities = Abilities { notices_silence: true };
-    let [stream_a, stream_b] = streams;
     let (used_a, used_b) = thread::scope(|scope| {
-        let arena = &arenas[0];
-        let a = scope.spawn(move || contract::run(&stream_a, arena, Side::Attention, abilities, &mut ends_a));
-        let b = contract::run(&stream_b, &arenas[1], Side::Ffn, abilities, &mut ends_b);
+        let bench = &benches[0];
+        let a = scope.spawn(move || {
+            let used = contract::run(bench, Side::Attention, abilities, &mut ends_a);
+            // An end that failed must not leave the other at a barrier: the test is lost anyway.
+            if let Err(e) = &used {
+                eprintln!("{e}");
+                std::process::exit(101);
+            }
+            used
+        });
+        let b = contract::run(&benches[1], Side::Ffn, abilities, &mut ends_b);
+        if let Err(e) = &b {
+            eprintln!("{e}");
+            std::process::exit(101);
+        }
         (a.join().unwrap(), b)
     });
-    if let (Err(a), Err(b)) = (&used_a, &used_b) {
-        panic!("{a}\n{b}");
-    }
     used_a.unwrap();
     used_b.unwrap();
 }

@@ -2,12 +2,14 @@
 //! host, over NVLink) or as it is (both ends on one device, for tests and the monolithic mode).
 //!
 //! What `kill -9` of one end does to the other is written in `deploy/bench/results/`.
-use crate::channel::{Form, Frame, Landed, StepChannel, StepError, StepLimits};
+use crate::channel::{Form, Frame, Landed, MAX_PACKETS_BYTES, StepChannel, StepError, StepLimits};
 use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
 
 /// Blocks of a put, each with its own flag, as in `channel.cu`.
 const BLOCKS: usize = 16;
 const ROWS_AT: usize = 256;
+/// In the first slot: what proves that a mapping is of the right memory.
+const NONCE_AT: usize = 384;
 const DATA_AT: usize = 512;
 /// Exported allocations are at least this large, so that they share no page with anything else.
 const LEAST_BYTES: usize = 2 << 20;
@@ -17,6 +19,8 @@ const LEAST_BYTES: usize = 2 << 20;
 pub struct Offer {
     /// Opens the memory in another process of the same host.
     pub handle: [u8; 64],
+    /// What whoever has opened it finds in it; not a secret.
+    pub nonce: [u8; 16],
     /// Frames at once.
     pub num_slots: usize,
     /// Rows of a frame.
@@ -31,15 +35,20 @@ pub struct Landing {
     device: Device,
     limits: StepLimits,
     memory: Region,
+    nonce: [u8; 16],
 }
 
 impl Landing {
+    /// `nonce` must differ from channel to channel: random, or a counter of the process.
+    ///
     /// # Errors
     /// [`StepError::BadFrame`] for impossible limits, [`StepError::Gpu`].
-    pub fn new(device: &Device, limits: StepLimits) -> Result<Self, StepError> {
+    pub fn new(device: &Device, limits: StepLimits, nonce: [u8; 16]) -> Result<Self, StepError> {
         limits.check()?;
         let bytes = (limits.num_slots * slot_bytes(&limits)).max(LEAST_BYTES);
-        Ok(Self { device: device.clone(), limits, memory: Region::zeroed(device, bytes)? })
+        let memory = Region::zeroed(device, bytes)?;
+        memory.part(NONCE_AT..NONCE_AT + nonce.len())?.write(&nonce)?;
+        Ok(Self { device: device.clone(), limits, memory, nonce })
     }
 
     /// For the peer process.
@@ -48,7 +57,8 @@ impl Landing {
     /// [`StepError::Gpu`] where memory cannot be shared between processes.
     pub fn offer(&self) -> Result<Offer, StepError> {
         let StepLimits { num_slots, max_rows, row_bytes, .. } = self.limits;
-        Ok(Offer { handle: self.memory.export()?, num_slots, max_rows, row_bytes })
+        let (handle, nonce) = (self.memory.export()?, self.nonce);
+        Ok(Offer { handle, nonce, num_slots, max_rows, row_bytes })
     }
 }
 
@@ -63,6 +73,8 @@ pub struct DeviceChannel {
     received: Region,
     status: Region,
     host_status: HostWords,
+    /// For [`StepChannel::abort`]: the compute stream may be waiting.
+    aside: Stream,
     open_early: bool,
 }
 
@@ -72,13 +84,15 @@ struct Kernels {
     wait: Kernel,
     put_packets: Kernel,
     wait_packets: Kernel,
+    abort: Kernel,
 }
 
 impl DeviceChannel {
     /// Opens the peer's memory. Both ends have exchanged offers then.
     ///
     /// # Errors
-    /// [`StepError::BadFrame`] when the two ends' sizes differ, [`StepError::Gpu`].
+    /// [`StepError::BadFrame`] when the two ends' sizes differ, [`StepError::NotShared`] when the memory cannot be opened
+    /// here or is not what was offered, [`StepError::Gpu`].
     pub fn connect(landing: Landing, offer: &Offer) -> Result<Self, StepError> {
         let own = landing.limits;
         if (offer.num_slots, offer.max_rows, offer.row_bytes) != (own.num_slots, own.max_rows, own.row_bytes)
@@ -86,7 +100,12 @@ impl DeviceChannel {
             return Err(StepError::BadFrame(format!("own sizes are {own:?}, the peer's are {offer:?}")));
         }
         let bytes = landing.memory.len();
-        let peer = Region::open_handle(&landing.device, &offer.handle, bytes)?;
+        let peer = Region::open_handle(&landing.device, &offer.handle, bytes)
+            .map_err(|error| StepError::NotShared(error.to_string()))?;
+        let found: Vec<u8> = peer.part(NONCE_AT..NONCE_AT + offer.nonce.len())?.read()?;
+        if found != offer.nonce {
+            return Err(StepError::NotShared("the memory behind the handle is another".to_owned()));
+        }
         Self::new(landing, peer)
     }
 
@@ -95,13 +114,13 @@ impl DeviceChannel {
     /// # Errors
     /// As [`Landing::new`].
     pub fn local_pair(device: &Device, limits: StepLimits) -> Result<(Self, Self), StepError> {
-        let (a, b) = (Landing::new(device, limits)?, Landing::new(device, limits)?);
+        let (a, b) = (Landing::new(device, limits, [1; 16])?, Landing::new(device, limits, [2; 16])?);
         let (memory_a, memory_b) = (a.memory.clone(), b.memory.clone());
         Ok((Self::new(a, memory_b)?, Self::new(b, memory_a)?))
     }
 
     fn new(landing: Landing, peer: Region) -> Result<Self, StepError> {
-        let Landing { device, limits, memory } = landing;
+        let Landing { device, limits, memory, .. } = landing;
         let module = Module::load(&device, Source::Channel, &[])?;
         let kernels = Kernels {
             put: module.kernel("channel_put", 0)?,
@@ -109,6 +128,7 @@ impl DeviceChannel {
             wait: module.kernel("channel_wait", 0)?,
             put_packets: module.kernel("channel_put_packets", 0)?,
             wait_packets: module.kernel("channel_wait_packets", 0)?,
+            abort: module.kernel("channel_abort", 0)?,
         };
         let sequences = || Region::zeroed(&device, limits.num_slots * BLOCKS * 4);
         Ok(Self {
@@ -120,6 +140,7 @@ impl DeviceChannel {
             received: sequences()?,
             status: Region::zeroed(&device, 32)?,
             host_status: HostWords::new(&device, 8)?,
+            aside: device.stream()?,
             open_early: false,
         })
     }
@@ -181,7 +202,7 @@ impl StepChannel for DeviceChannel {
             Form::Packets => (&self.kernels.wait_packets, BLOCKS as u32, threads_for(bytes / 8)),
         };
         // Behind a put it may start at once: the put let it only when everything before had ended.
-        let launch = Launch::new(kernel, (blocks, 1), threads).overlap(stream.opens_late().get());
+        let launch = Launch::new(kernel, (blocks, 1), threads).overlap(stream.opens_late());
         let launch =
             launch.region(&slot).region(&sequences).region(&self.status).u64(self.host_status.address());
         let launch = launch.size(frame.slot)?.u32(frame.identity.word());
@@ -224,6 +245,14 @@ impl StepChannel for DeviceChannel {
     fn check(&self) -> Result<(), StepError> {
         read_status(&self.host_status, &self.limits)
     }
+
+    fn abort(&self) {
+        let launch = Launch::new(&self.kernels.abort, (1, 1), 1).region(&self.status);
+        let launch = launch.u64(self.host_status.address());
+        // SAFETY: channel_abort's arguments; the host's words live as long as the channel.
+        // A device that refuses this has no wait left that could be ended.
+        let _ = unsafe { launch.enqueue(&self.aside) };
+    }
 }
 
 /// What the kernels' `Status` says.
@@ -235,6 +264,7 @@ pub(super) fn read_status(status: &HostWords, limits: &StepLimits) -> Result<(),
         0 => Ok(()),
         1 => Err(StepError::Late { slot, patience: limits.patience, seen, expected }),
         2 => Err(StepError::Foreign { slot, seen, expected }),
+        4 => Err(StepError::Aborted),
         _ => Err(StepError::Ahead { slot, seen, expected }),
     }
 }
@@ -249,5 +279,6 @@ fn packets_at(limits: &StepLimits) -> usize {
 }
 
 fn slot_bytes(limits: &StepLimits) -> usize {
-    (packets_at(limits) + 16 * (1 + limits.max_rows * limits.row_bytes / 8)).next_multiple_of(512)
+    let packets_bytes = (limits.max_rows * limits.row_bytes).min(MAX_PACKETS_BYTES);
+    (packets_at(limits) + 16 * (1 + packets_bytes / 8)).next_multiple_of(512)
 }

@@ -76,6 +76,10 @@ pub trait StepChannel: Send {
     /// # Errors
     /// The first thing that went wrong, for ever.
     fn check(&self) -> Result<(), StepError>;
+
+    /// Breaks the channel from this end: what waits on the device ends soon instead of being patient. For a peer that is
+    /// known to be gone, before the channel is dropped. Where that is not possible, dropping it has to do.
+    fn abort(&self) {}
 }
 
 /// Sizes of a channel, equal at both ends.
@@ -104,10 +108,14 @@ pub struct Frame {
     pub form: Form,
 }
 
+/// Most bytes of a frame that travels as [`Form::Packets`]; channels have no room for more.
+pub const MAX_PACKETS_BYTES: usize = 4 << 20;
+
 /// How rows travel where there is a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Form {
-    /// Every eight bytes carry their own flag: the least latency, twice the bytes, unpacked by the wait.
+    /// Every eight bytes carry their own flag: the least latency, twice the bytes, unpacked by the wait. Up to
+    /// [`MAX_PACKETS_BYTES`].
     Packets,
     /// Dense rows, then a flag.
     Rows,
@@ -188,6 +196,13 @@ pub enum StepError {
         /// Identity and sequence number that should have come.
         expected: u64,
     },
+    /// The memory is not the peer's: it is on another host, or another process took its place. Another kind of channel may
+    /// work.
+    #[error("no memory is shared with the peer: {0}")]
+    NotShared(String),
+    /// This end gave the channel up.
+    #[error("this end gave the channel up")]
+    Aborted,
     /// The transport broke.
     #[error("channel lost: {0}")]
     Lost(String),
@@ -216,6 +231,9 @@ impl StepLimits {
         }
         if frame.rows > self.max_rows {
             return bad(format!("{} rows of at most {}", frame.rows, self.max_rows));
+        }
+        if frame.form == Form::Packets && frame.rows * self.row_bytes > MAX_PACKETS_BYTES {
+            return bad(format!("{} rows of {} bytes as packets", frame.rows, self.row_bytes));
         }
         if frame.identity.layer > 0xfff || frame.identity.stage > 7 {
             return bad(format!("{:?} does not fit its word", frame.identity));
@@ -254,6 +272,10 @@ mod tests {
         assert!(limits.check().is_ok() && limits.check_frame(&frame, None).is_ok());
         assert!(limits.check_frame(&Frame { slot: 2, ..frame }, None).is_err());
         assert!(limits.check_frame(&Frame { rows: 9, ..frame }, None).is_err());
+        let large = StepLimits { max_rows: MAX_PACKETS_BYTES, ..limits };
+        let frame_of = |form| Frame { rows: MAX_PACKETS_BYTES / 32 + 1, form, ..frame };
+        assert!(large.check_frame(&frame_of(Form::Packets), None).is_err());
+        assert!(large.check_frame(&frame_of(Form::Rows), None).is_ok());
         assert!(StepLimits { row_bytes: 24, ..limits }.check().is_err());
         assert!(StepLimits { max_rows: usize::MAX, ..limits }.check().is_err());
     }

@@ -9,5 +9,5 @@ mod rows;
 pub use gemm::{Blas, Gemm, GemmShape, ProductType, WeightOrder};
 pub use gqa::{GqaDecode, GqaStep};
 pub use mla::{Mla, MlaShape, MlaStep};
-pub use moe::{Moe, MoeOutput, MoeShape, MoeTuning, MoeWeights};
+pub use moe::{Moe, MoeOutput, MoeScoring, MoeShape, MoeTuning, MoeWeights};
 pub use rows::{GqaWrite, MlaWrite, NormRows, RowPlaces, Rows};

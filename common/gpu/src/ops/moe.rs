@@ -1,22 +1,57 @@
-//! A mixture-of-experts layer for few rows: four kernels that overlap at their ends.
+//! A mixture-of-experts layer for few rows: four kernels that overlap at their ends. A dense MLP is one without routed
+//! experts, cut into shared ones.
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
 
-/// Dimensions of a layer and how its router chooses: softmax scores, the best `top_k`.
+/// Dimensions of a layer and how its router chooses: the best `top_k` scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MoeShape {
     /// Elements of a row.
     pub hidden: usize,
     /// Inner size of one expert.
     pub intermediate: usize,
-    /// Routed experts of the whole layer.
+    /// Routed experts of the whole layer; none in a dense one, which has shared ones only.
     pub num_experts: usize,
-    /// Experts that each row goes to.
+    /// Routed experts that each row goes to.
     pub top_k: usize,
     /// Shared experts of the same inner size, stored behind the routed ones. A shared expert of twice the size is two:
     /// its gate and up rows, and its down columns, cut in halves.
     pub num_shared: usize,
+    /// From logits to scores.
+    pub scoring: MoeScoring,
     /// Whether the chosen weights are scaled to sum to one.
     pub normalize: bool,
+    /// Whether logits are rounded to bf16, as a model does whose router computes in its own dtype.
+    pub round_logits: bool,
+}
+
+/// From router logits to scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MoeScoring {
+    /// Softmax over all experts.
+    Softmax,
+    /// Sigmoid of each; [`MoeWeights::bias`] has a say in the choice, none in the weight.
+    Sigmoid,
+}
+
+impl MoeShape {
+    /// How a dense MLP of this inner size is cut into equal shared experts that the kernels can take: how many, and the
+    /// size of each; what they have more in all is to be filled with zeros. `None` when there is no way.
+    pub fn cut(hidden: usize, intermediate: usize) -> Option<(usize, usize)> {
+        const ROWS: [usize; 3] = [1, 9, 17];
+        // Of a large call, whose parts of the sum are written and read again, f32.
+        const PARTS_ROWS: usize = 128;
+        let fits = |width: usize, most: usize, stages: usize| {
+            let ring = |rows: usize| Ring::of(width, Moe::row_class(rows), most, 12);
+            ROWS.iter().all(|&rows| ring(rows).is_ok_and(|ring| ring.stages >= stages))
+        };
+        fits(hidden, 8, 2).then_some(())?;
+        let cuts = (1..=32).filter_map(|count| {
+            let least = intermediate.div_ceil(count).next_multiple_of(32);
+            let size = (least..=least + 512).step_by(32).find(|&size| fits(size, 12, 3))?;
+            Some((count, size))
+        });
+        cuts.min_by_key(|&(count, size)| count * (size * 3 * 2 + PARTS_ROWS * 2 * 4))
+    }
 }
 
 /// What the combined rows are.
@@ -28,18 +63,20 @@ pub enum MoeOutput {
     F32,
 }
 
-/// Weights of a layer, all bf16.
+/// Weights of a layer, bf16 unless it is said.
 #[derive(Clone, Debug)]
 pub struct MoeWeights {
-    /// `[num_experts, hidden]`
-    pub router: Region,
+    /// `[num_experts, hidden]`; absent without routed experts.
+    pub router: Option<Region>,
+    /// `[num_experts]` f32, with [`MoeScoring::Sigmoid`].
+    pub bias: Option<Region>,
     /// `[experts here + num_shared, 2 * intermediate, hidden]`: of each expert the gate's rows, then up's.
     pub gate_up: Region,
     /// `[experts here + num_shared, hidden, intermediate]`
     pub down: Region,
-    /// Which routed experts are here.
+    /// Which routed experts are here: a shard's, or all.
     pub first_expert: usize,
-    /// How many; the shared experts' weights come behind them. All of them, for now.
+    /// How many; the shared experts' weights come behind them.
     pub num_here: usize,
     /// Factor on every routed weight.
     pub scale: f32,
@@ -68,9 +105,11 @@ impl Default for MoeTuning {
 pub struct Moe {
     shape: MoeShape,
     max_rows: usize,
+    output: MoeOutput,
     blocks: u32,
     overlap: bool,
-    router: Kernel,
+    /// Absent without routed experts.
+    router: Option<Kernel>,
     gate_up: Kernel,
     down: Kernel,
     combine: Kernel,
@@ -94,8 +133,16 @@ impl Moe {
     /// Most rows of a call.
     pub const MAX_ROWS: usize = 256;
 
+    /// Whether there are kernels for `shape`.
+    ///
+    /// # Errors
+    /// [`GpuError::Unsupported`] names the dimension that does not divide.
+    pub fn check(shape: &MoeShape) -> Result<(), GpuError> {
+        [8, 16, Self::MAX_ROWS].iter().try_for_each(|&rows| Plan::of(shape, rows).map(drop))
+    }
+
     /// Compiles for `shape` and calls of up to `max_rows` rows. Fewer rows go faster through a `Moe` made for fewer:
-    /// up to 8, up to 16 and beyond are different kernels.
+    /// up to 8, up to 16 and beyond are different kernels ([`row_class`](Self::row_class)).
     ///
     /// # Errors
     /// [`GpuError::Unsupported`] for shapes that do not divide into tiles; otherwise as [`Module::load`].
@@ -123,7 +170,9 @@ impl Moe {
             ("EXPERTS", shape.num_experts as i64),
             ("TOP_K", shape.top_k as i64),
             ("SHARED", shape.num_shared as i64),
+            ("SIGMOID", i64::from(shape.scoring == MoeScoring::Sigmoid)),
             ("NORMALIZE", i64::from(shape.normalize)),
+            ("ROUND_LOGITS", i64::from(shape.round_logits)),
             ("MAX_ROWS", Self::MAX_ROWS as i64),
             ("OUT_F32", i64::from(output == MoeOutput::F32)),
             ("NT", plan.row_tiles as i64),
@@ -148,12 +197,14 @@ impl Moe {
             }
             Ok(kernel)
         };
+        let router = (shape.num_experts > 0).then(|| kernel("moe_router", 0)).transpose()?;
         Ok(Self {
             shape,
             max_rows,
+            output,
             blocks: device.num_multiprocessors(),
             overlap: true,
-            router: kernel("moe_router", 0)?,
+            router,
             gate_up: kernel("moe_gate_up", plan.up.bytes)?,
             down: kernel("moe_down", plan.down.bytes)?,
             combine: kernel("moe_combine", 0)?,
@@ -183,24 +234,25 @@ impl Moe {
         }
     }
 
-    /// Enqueues the layer: `x` `[max_rows, hidden]` bf16 to `out`, of the type that was chosen. Only the first
-    /// `num_rows` (one i32 on the device; all when absent) are real: the others are not routed and come out as zeros.
+    /// Enqueues the layer: `x` `[rows, hidden]` bf16 to `out`, of the type that was chosen; `rows` up to `max_rows`. Only
+    /// the first `num_rows` (one i32 on the device; all when absent) are real: the others are not routed and come out as
+    /// zeros.
     ///
     /// # Errors
-    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`] when the weights are a part of the experts;
-    /// [`GpuError::Driver`].
+    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`] beyond `max_rows`; [`GpuError::Driver`].
     pub fn enqueue(
         &self,
         stream: &Stream,
         weights: &MoeWeights,
         x: &Region,
+        rows: usize,
         num_rows: Option<&Region>,
         out: &Region,
     ) -> Result<(), GpuError> {
-        self.route(stream, weights, x, num_rows)?;
-        self.gate_up(stream, weights, x)?;
-        self.down(stream, weights)?;
-        self.combine(stream, num_rows, out)
+        self.route(stream, weights, x, rows, num_rows)?;
+        self.gate_up(stream, weights, x, rows)?;
+        self.down(stream, weights, rows)?;
+        self.combine(stream, rows, num_rows, out)
     }
 
     /// The first part of [`enqueue`](Self::enqueue): which rows go to which expert.
@@ -212,22 +264,31 @@ impl Moe {
         stream: &Stream,
         weights: &MoeWeights,
         x: &Region,
+        rows: usize,
         num_rows: Option<&Region>,
     ) -> Result<(), GpuError> {
         let shape = &self.shape;
-        weights.router.expect("router", shape.num_experts * shape.hidden * 2)?;
-        x.expect("rows", self.max_rows * shape.hidden * 2)?;
+        if rows == 0 || rows > self.max_rows {
+            return Err(GpuError::unsupported(format!("{rows} rows of at most {}", self.max_rows)));
+        }
+        x.expect("rows", rows * shape.hidden * 2)?;
         if let Some(num_rows) = num_rows {
             num_rows.expect("number of rows", 4)?;
         }
-        if (weights.first_expert, weights.num_here) != (0, shape.num_experts) {
-            return Err(GpuError::unsupported("a part of the experts"));
+        if weights.first_expert + weights.num_here > shape.num_experts {
+            return Err(GpuError::unsupported(format!("experts beyond {}", shape.num_experts)));
         }
-        let grid = (self.max_rows.div_ceil(8) as u32, (shape.num_experts / 16) as u32);
-        let launch = Launch::new(&self.router, grid, 256).overlap(self.overlap);
-        let launch = launch.region(x).region(&weights.router).region(&self.logits).region(&self.routing);
-        let launch = launch.region(&self.weights).region(&self.ticket).maybe(num_rows);
-        let launch = launch.size(self.max_rows)?.f32(weights.scale);
+        let Some(kernel) = &self.router else { return Ok(()) };
+        let Some(router) = &weights.router else { return Err(GpuError::unsupported("no router")) };
+        router.expect("router", shape.num_experts * shape.hidden * 2)?;
+        if let Some(bias) = &weights.bias {
+            bias.expect("correction bias", shape.num_experts * 4)?;
+        }
+        let grid = (rows.div_ceil(8) as u32, (shape.num_experts / 16) as u32);
+        let launch = Launch::new(kernel, grid, 256).overlap(self.overlap);
+        let launch = launch.region(x).region(router).maybe(weights.bias.as_ref()).region(&self.logits);
+        let launch = launch.region(&self.routing).region(&self.weights).region(&self.ticket).maybe(num_rows);
+        let launch = launch.size(rows)?.f32(weights.scale);
         let launch = launch.size(weights.first_expert)?.size(weights.num_here)?;
         // SAFETY: moe_router's arguments; sizes were checked above or chosen in `new`.
         unsafe { launch.enqueue(stream) }
@@ -237,15 +298,22 @@ impl Moe {
     ///
     /// # Errors
     /// As there.
-    pub fn gate_up(&self, stream: &Stream, weights: &MoeWeights, x: &Region) -> Result<(), GpuError> {
+    pub fn gate_up(
+        &self,
+        stream: &Stream,
+        weights: &MoeWeights,
+        x: &Region,
+        rows: usize,
+    ) -> Result<(), GpuError> {
         let shape = &self.shape;
         let experts = weights.num_here + shape.num_shared;
         weights.gate_up.expect("gate and up", experts * 2 * shape.intermediate * shape.hidden * 2)?;
         weights.down.expect("down", experts * shape.hidden * shape.intermediate * 2)?;
         let launch = Launch::new(&self.gate_up, (self.blocks, 1), self.threads_up).overlap(self.overlap);
         let launch = launch.region(&weights.gate_up).region(&weights.down).region(x).region(&self.hidden);
-        let launch =
-            launch.region(&self.routing).size(self.max_rows)?.u32(if self.overlap { 256 } else { 0 });
+        // Without a router nobody says early that x is there.
+        let patience = if self.overlap && self.router.is_some() { 256 } else { 0 };
+        let launch = launch.region(&self.routing).size(rows)?.size(weights.num_here)?.u32(patience);
         // SAFETY: moe_gate_up's arguments; sizes were checked above, in `route`, or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
@@ -254,13 +322,13 @@ impl Moe {
     ///
     /// # Errors
     /// As there.
-    pub fn down(&self, stream: &Stream, weights: &MoeWeights) -> Result<(), GpuError> {
+    pub fn down(&self, stream: &Stream, weights: &MoeWeights, rows: usize) -> Result<(), GpuError> {
         let shape = &self.shape;
         let experts = weights.num_here + shape.num_shared;
         weights.down.expect("down", experts * shape.hidden * shape.intermediate * 2)?;
         let launch = Launch::new(&self.down, (self.blocks, 1), self.threads_down).overlap(self.overlap);
         let launch = launch.region(&weights.down).region(&self.hidden).region(&self.partial);
-        let launch = launch.region(&self.routing).size(self.max_rows)?;
+        let launch = launch.region(&self.routing).size(rows)?.size(weights.num_here)?;
         // SAFETY: moe_down's arguments; sizes were checked above or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
@@ -269,12 +337,19 @@ impl Moe {
     ///
     /// # Errors
     /// As there.
-    pub fn combine(&self, stream: &Stream, num_rows: Option<&Region>, out: &Region) -> Result<(), GpuError> {
-        out.expect("result", self.max_rows * self.shape.hidden * 2)?;
-        let grid = (self.max_rows as u32, (self.shape.hidden / 256) as u32);
+    pub fn combine(
+        &self,
+        stream: &Stream,
+        rows: usize,
+        num_rows: Option<&Region>,
+        out: &Region,
+    ) -> Result<(), GpuError> {
+        let element = if self.output == MoeOutput::F32 { 4 } else { 2 };
+        out.expect("result", rows * self.shape.hidden * element)?;
+        let grid = (rows as u32, (self.shape.hidden / 256) as u32);
         let launch = Launch::new(&self.combine, grid, 64).overlap(self.overlap);
         let launch = launch.region(&self.partial).region(&self.weights).region(out).maybe(num_rows);
-        let launch = launch.size(self.max_rows)?;
+        let launch = launch.size(rows)?;
         // SAFETY: moe_combine's arguments; sizes were checked above or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
@@ -323,8 +398,11 @@ impl Plan {
         if !shape.num_experts.is_multiple_of(16) || shape.num_experts > 128 {
             return refuse("experts", shape.num_experts);
         }
-        if shape.top_k == 0 || shape.top_k > 32.min(shape.num_experts) {
+        if (shape.top_k == 0) != (shape.num_experts == 0) || shape.top_k > 32.min(shape.num_experts) {
             return refuse("experts a row", shape.top_k);
+        }
+        if shape.top_k + shape.num_shared == 0 {
+            return refuse("experts", 0);
         }
         if max_rows == 0 || max_rows > Moe::MAX_ROWS {
             return refuse("rows", max_rows);
@@ -371,7 +449,9 @@ mod tests {
         num_experts: 64,
         top_k: 6,
         num_shared: 2,
+        scoring: MoeScoring::Softmax,
         normalize: false,
+        round_logits: false,
     };
 
     #[test]
@@ -387,12 +467,22 @@ mod tests {
     }
 
     #[test]
+    fn a_dense_mlp_is_shared_experts_alone_and_is_cut_so_that_little_is_padded() {
+        let dense = MoeShape { num_experts: 0, top_k: 0, num_shared: 8, ..LITE };
+        assert!(Plan::of(&dense, 64).is_ok());
+        assert_eq!(MoeShape::cut(2048, 10944), Some((7, 1568)));
+        assert_eq!(MoeShape::cut(2048, 1408), Some((1, 1408)));
+        assert_eq!(MoeShape::cut(2000, 1408), None);
+    }
+
+    #[test]
     fn refuses_what_does_not_divide() {
         for shape in [
             MoeShape { hidden: 2000, ..LITE },
             MoeShape { intermediate: 1400, ..LITE },
             MoeShape { num_experts: 60, ..LITE },
             MoeShape { top_k: 0, ..LITE },
+            MoeShape { num_experts: 0, top_k: 0, num_shared: 0, ..LITE },
         ] {
             assert!(matches!(Plan::of(&shape, 8), Err(GpuError::Unsupported { .. })), "{shape:?}");
         }

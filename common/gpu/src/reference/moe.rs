@@ -2,7 +2,7 @@
 use half::bf16;
 
 use super::parallel;
-use crate::ops::MoeShape;
+use crate::ops::{MoeScoring, MoeShape};
 
 /// Where a row goes.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,14 +13,19 @@ pub struct Route {
     pub weights: Vec<f64>,
 }
 
-/// Chooses from one row's logits: softmax, then the best.
-pub fn route(shape: &MoeShape, logits: &[f64], scale: f64) -> Route {
+/// Chooses from one row's logits: scores, then the best of them, to which `bias` (when there is one) is added.
+pub fn route(shape: &MoeShape, logits: &[f64], bias: Option<&[f32]>, scale: f64) -> Route {
     let top = logits.iter().copied().fold(f64::MIN, f64::max);
     let all: f64 = logits.iter().map(|l| (l - top).exp()).sum();
+    let score = |e: usize| match shape.scoring {
+        MoeScoring::Softmax => (logits[e] - top).exp() / all,
+        MoeScoring::Sigmoid => 1.0 / (1.0 + (-logits[e]).exp()),
+    };
+    let choice = |e: usize| score(e) + bias.map_or(0.0, |bias| f64::from(bias[e]));
     let mut order: Vec<usize> = (0..logits.len()).collect();
-    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    order.sort_by(|&a, &b| choice(b).total_cmp(&choice(a)).then(a.cmp(&b)));
     let experts = order[..shape.top_k].to_vec();
-    let scores: Vec<f64> = experts.iter().map(|&e| (logits[e] - top).exp() / all).collect();
+    let scores: Vec<f64> = experts.iter().map(|&e| score(e)).collect();
     let sum: f64 = if shape.normalize { scores.iter().sum() } else { 1.0 };
     Route { weights: scores.iter().map(|s| s / sum * scale).collect(), experts }
 }
@@ -83,14 +88,30 @@ pub fn moe<'a>(
 mod tests {
     use super::*;
 
-    const SMALL: MoeShape =
-        MoeShape { hidden: 2, intermediate: 1, num_experts: 3, top_k: 2, num_shared: 1, normalize: true };
+    const SMALL: MoeShape = MoeShape {
+        hidden: 2,
+        intermediate: 1,
+        num_experts: 3,
+        top_k: 2,
+        num_shared: 1,
+        scoring: MoeScoring::Softmax,
+        normalize: true,
+        round_logits: false,
+    };
 
     #[test]
     fn best_first_and_normalised() {
-        let chosen = route(&SMALL, &[0.0, 2.0, 2.0], 4.0);
+        let chosen = route(&SMALL, &[0.0, 2.0, 2.0], None, 4.0);
         assert_eq!(chosen.experts, [1, 2]);
         assert!(chosen.weights.iter().all(|w| (w - 2.0).abs() < 1e-12), "{chosen:?}");
+    }
+
+    #[test]
+    fn a_bias_chooses_and_does_not_weigh() {
+        let shape = MoeShape { scoring: MoeScoring::Sigmoid, normalize: false, ..SMALL };
+        let chosen = route(&shape, &[0.0, 2.0, 1.0], Some(&[1.0, 0.0, 0.0]), 1.0);
+        assert_eq!(chosen.experts, [0, 1]);
+        assert!((chosen.weights[0] - 0.5).abs() < 1e-12, "{chosen:?}");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! The contract suite between two processes on two GPUs.
 use std::time::Duration;
 
+use afd_gpu::Device;
 use afd_gpu::channel::StepLimits;
-use afd_gpu::channel::contract::{self, Abilities, Side};
-use afd_gpu::{Device, Region};
+use afd_gpu::channel::contract::{self, Abilities, Bench, Side};
 
 use crate::Result;
 use crate::peer::{Opener, Peer, Wire};
@@ -26,11 +26,10 @@ pub(crate) fn run(device: &Device) -> Result<String> {
 pub(crate) fn play(device: &Device, side: Side, kind: &str, wire: &mut Wire) -> Result<()> {
     let limits =
         StepLimits { num_slots: 2, max_rows: 256, row_bytes: 4096, patience: Duration::from_secs(2) };
-    let stream = device.stream()?;
-    let arena = Region::alloc(device, contract::ARENA_BYTES)?;
+    let bench = Bench::new(device)?;
     let abilities = Abilities { notices_silence: kind == "cuda-ipc" };
     let mut ends = Opener { device, side, kind, limits, wire };
-    let used = contract::run(&stream, &arena, side, abilities, &mut ends)?;
+    let used = contract::run(&bench, side, abilities, &mut ends)?;
     wire.meet()?;
     drop(used);
     wire.meet()

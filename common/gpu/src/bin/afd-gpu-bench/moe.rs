@@ -2,7 +2,7 @@
 //! each with weights of its own, so that no cache helps.
 use half::bf16;
 
-use afd_gpu::ops::{Moe, MoeOutput, MoeShape, MoeTuning, MoeWeights};
+use afd_gpu::ops::{Moe, MoeOutput, MoeScoring, MoeShape, MoeTuning, MoeWeights};
 use afd_gpu::random::Random;
 use afd_gpu::reference::{self, Route, relative_error};
 use afd_gpu::{Device, Region, Stream};
@@ -11,8 +11,16 @@ use crate::table::{Table, us};
 use crate::timing::graph_us;
 use crate::{Result, machine};
 
-const LITE: MoeShape =
-    MoeShape { hidden: 2048, intermediate: 1408, num_experts: 64, top_k: 6, num_shared: 2, normalize: false };
+const LITE: MoeShape = MoeShape {
+    hidden: 2048,
+    intermediate: 1408,
+    num_experts: 64,
+    top_k: 6,
+    num_shared: 2,
+    scoring: MoeScoring::Softmax,
+    normalize: false,
+    round_logits: false,
+};
 const LAYERS: usize = 26;
 /// Rows, what to reach, then, and what was predicted before the first run; µs.
 const TARGETS: [(usize, f64, f64, f64); 6] = [
@@ -62,7 +70,7 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         let mut active = 0;
         let mut most = 0;
         for (layer, x) in layers.iter().zip(&x) {
-            moe.route(&stream, layer, x, None)?;
+            moe.route(&stream, layer, x, rows, None)?;
             let counts = counts(&routes(&moe.logits().read::<f32>()?));
             active += counts.iter().filter(|c| **c > 0).count();
             most = most.max(counts.into_iter().max().unwrap_or(0));
@@ -72,7 +80,7 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         let floor = (experts + LITE.num_shared as f64) * expert_bytes as f64 / rate;
         let all = |moe: &Moe| {
             graph_us(&stream, 4, || {
-                layers.iter().zip(&x).try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, None, &out))
+                layers.iter().zip(&x).try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
             })
         };
         let each = |part: &dyn Fn(&MoeWeights, &Region) -> std::result::Result<(), afd_gpu::GpuError>| {
@@ -82,10 +90,10 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         // One layer's routing for all, alone.
         moe.set_overlap(false);
         let apart = all(&moe)?;
-        let route = each(&|layer, x| moe.route(&stream, layer, x, None))?;
-        let up = each(&|layer, x| moe.gate_up(&stream, layer, x))?;
-        let down = each(&|layer, _| moe.down(&stream, layer))?;
-        let combine = each(&|_, _| moe.combine(&stream, None, &out))?;
+        let route = each(&|layer, x| moe.route(&stream, layer, x, rows, None))?;
+        let up = each(&|layer, x| moe.gate_up(&stream, layer, x, rows))?;
+        let down = each(&|layer, _| moe.down(&stream, layer, rows))?;
+        let combine = each(&|_, _| moe.combine(&stream, rows, None, &out))?;
         let per_layer = |t: f64| us(t / LAYERS as f64);
         let wish = |t: f64| if t == 0.0 { "-".to_owned() } else { format!("{t:.0}") };
         table.row([
@@ -128,7 +136,7 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
             let mut moe = Moe::tuned(device, LITE, rows, MoeOutput::Bf16, tuning)?;
             moe.set_overlap(overlap);
             let all = graph_us(&stream, 4, || {
-                layers.iter().zip(&x).try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, None, &out))
+                layers.iter().zip(&x).try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
             })?;
             Ok((all / LAYERS as f64, moe))
         };
@@ -180,7 +188,7 @@ pub(crate) fn profile(device: &Device) -> Result<String> {
         let moe = Moe::new(device, LITE, rows, MoeOutput::Bf16)?;
         let x = input(device, &stream, &random, rows, 1)?;
         let out = Region::alloc(device, rows * LITE.hidden * 2)?;
-        moe.enqueue(&stream, &layer, &x, None, &out)?;
+        moe.enqueue(&stream, &layer, &x, rows, None, &out)?;
     }
     stream.synchronize()?;
     Ok(String::new())
@@ -196,7 +204,8 @@ fn weights(device: &Device, stream: &Stream, random: &Random, layer: usize) -> R
         Ok(region)
     };
     Ok(MoeWeights {
-        router: matrix(num_experts * hidden, 1, 0.05)?,
+        router: Some(matrix(num_experts * hidden, 1, 0.05)?),
+        bias: None,
         gate_up: matrix(experts * 2 * intermediate * hidden, 2, 0.02)?,
         down: matrix(experts * hidden * intermediate, 3, 0.02)?,
         first_expert: 0,
@@ -214,7 +223,7 @@ fn input(device: &Device, stream: &Stream, random: &Random, rows: usize, seed: u
 
 fn routes(logits: &[f32]) -> Vec<Route> {
     let rows = logits.chunks(LITE.num_experts);
-    rows.map(|row| reference::route(&LITE, &row.iter().map(|l| f64::from(*l)).collect::<Vec<_>>(), 1.0))
+    rows.map(|row| reference::route(&LITE, &row.iter().map(|l| f64::from(*l)).collect::<Vec<_>>(), None, 1.0))
         .collect()
 }
 
@@ -229,7 +238,7 @@ fn counts(routes: &[Route]) -> Vec<usize> {
 /// Every result row against the reference, poisoned before; also with rows that are padding.
 fn check(device: &Device, stream: &Stream, random: &Random, layer: &MoeWeights) -> Result<String> {
     let (router, gate_up, down) =
-        (layer.router.read::<bf16>()?, layer.gate_up.read::<bf16>()?, layer.down.read::<bf16>()?);
+        (layer.router.as_ref().ok_or("no router")?.read::<bf16>()?, layer.gate_up.read::<bf16>()?, layer.down.read::<bf16>()?);
     let mut table = Table::new(
         "MoE layer against the reference",
         &["rows", "real", "logits error", "error", "again equal"],
@@ -243,7 +252,7 @@ fn check(device: &Device, stream: &Stream, random: &Random, layer: &MoeWeights) 
         let out = Region::alloc(device, rows * LITE.hidden * 2)?;
         let num_rows = Region::from_slice(device, &[real as i32])?;
         out.fill(0xff)?;
-        moe.enqueue(stream, layer, &x, Some(&num_rows), &out)?;
+        moe.enqueue(stream, layer, &x, rows, Some(&num_rows), &out)?;
         stream.synchronize()?;
         let (found, logits, rows_in) = (out.read::<bf16>()?, moe.logits().read::<f32>()?, x.read::<bf16>()?);
         let logits = &logits[..real * LITE.num_experts];
@@ -272,7 +281,7 @@ fn check(device: &Device, stream: &Stream, random: &Random, layer: &MoeWeights) 
         let mut equal = true;
         for _ in 0..20 {
             out.fill(0xff)?;
-            moe.enqueue(stream, layer, &x, Some(&num_rows), &out)?;
+            moe.enqueue(stream, layer, &x, rows, Some(&num_rows), &out)?;
             equal &= out.read::<bf16>()?.iter().zip(&found).all(|(a, b)| a.to_bits() == b.to_bits());
         }
         worst = worst.max(error).max(logits_error * 10.0);

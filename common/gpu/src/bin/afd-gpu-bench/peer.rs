@@ -133,11 +133,12 @@ pub(crate) struct Opener<'a> {
 
 impl Opener<'_> {
     pub(crate) fn ipc(&mut self) -> Result<DeviceChannel> {
-        let landing = Landing::new(self.device, self.limits)?;
+        let side = if self.side == Side::Attention { 1 } else { 2 };
+        let landing = Landing::new(self.device, self.limits, [side; 16])?;
         let own = landing.offer()?;
         self.wire.send(&own.handle)?;
         let handle: [u8; 64] = self.wire.receive()?.try_into().map_err(|_| "not a handle")?;
-        let channel = DeviceChannel::connect(landing, &Offer { handle, ..own })?;
+        let channel = DeviceChannel::connect(landing, &Offer { handle, nonce: [3 - side; 16], ..own })?;
         self.wire.meet()?;
         Ok(channel)
     }
@@ -168,5 +169,9 @@ impl Ends for Opener<'_> {
             _ => self.nccl(stream).map(|c| Box::new(c) as Box<dyn StepChannel>),
         };
         opened.map_err(|e| StepError::Lost(e.to_string()))
+    }
+
+    fn meet(&mut self) -> std::result::Result<(), String> {
+        self.wire.meet().map_err(|e| e.to_string())
     }
 }
