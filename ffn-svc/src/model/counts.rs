@@ -13,7 +13,7 @@ pub struct ExpertCounts {
 }
 
 impl ExpertCounts {
-    pub(super) fn new(specs: &[LayerSpec]) -> Self {
+    pub(crate) fn new(specs: &[LayerSpec]) -> Self {
         let zeros = |spec: &LayerSpec| spec.local_experts.clone().map(|_| AtomicU64::new(0)).collect();
         Self { layers: specs.iter().map(|spec| (spec.local_experts.clone(), zeros(spec))).collect() }
     }

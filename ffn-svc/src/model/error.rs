@@ -85,6 +85,12 @@ pub enum FfnModelError {
         /// How many the table knows.
         vocab_size: usize,
     },
+    /// The GPU refused.
+    #[error(transparent)]
+    Gpu(#[from] afd_gpu::GpuError),
+    /// A tensor on the GPU has no memory that kernels can use.
+    #[error("weights for the kernels: {0}")]
+    DeviceMemory(#[from] afd_ffi::FfiError),
     /// libtorch refused.
     #[error("{layer}: {operation}: {source}")]
     Torch {
@@ -98,7 +104,7 @@ pub enum FfnModelError {
 }
 
 /// Says where an operation failed.
-pub(super) trait At<T> {
+pub(crate) trait At<T> {
     fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, FfnModelError>;
 }
 

@@ -25,10 +25,10 @@ mod moe;
 mod tests;
 
 pub use counts::ExpertCounts;
+pub(crate) use error::At;
 pub use error::FfnModelError;
 
 use dense::GatedMlp;
-use error::At;
 use few_rows::FewRows;
 use moe::MixtureOfExperts;
 

@@ -266,7 +266,7 @@ impl Gemm {
         let (alpha, beta) = (1.0f32, if self.shape.accumulate { 1.0f32 } else { 0.0 });
         let device = stream.device();
         device.context().bind_to_thread().map_err(GpuError::driver("choosing the device"))?;
-        stream.opens_late().set(false);
+        stream.set_opens_late(false);
         let Some(algorithm) = self.algorithms.get(self.chosen) else {
             return Err(GpuError::unsupported(format!("{:?}", self.shape)));
         };

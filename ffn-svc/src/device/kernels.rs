@@ -1,0 +1,144 @@
+//! The stacked layers through compiled kernels, for the few rows of a decode step.
+use std::collections::HashMap;
+use std::thread;
+
+use afd_common::ids::{LayerIdx, Shard};
+use afd_ffi::cuda;
+use afd_gpu::ops::{Moe, MoeOutput, MoeShape, MoeWeights};
+use afd_gpu::{Device, GpuError, Region, Stream};
+use tch::Tensor;
+
+use super::stack::Stack;
+use crate::model::FfnModelError;
+
+/// Largest calls of the kernels' row classes.
+const CLASSES: [usize; 3] = [8, 16, DeviceFfn::MAX_ROWS];
+
+/// Enqueues layers; see the module's head.
+///
+/// # Contract
+/// - One stream at a time: the memory between a layer's kernels is shared by all layers.
+/// - `input` is read and `output` written by the time that later work on the stream runs; they must not overlap.
+/// - After [`prepare`](Self::prepare) of a number of rows nothing is allocated or compiled for it, so that
+///   [`enqueue`](Self::enqueue) may run inside a graph's capture. The graph keeps all memory it uses, but not this value:
+///   keep that too.
+#[derive(Debug)]
+pub struct DeviceFfn {
+    device: Device,
+    output: MoeOutput,
+    hidden: usize,
+    layers: Vec<(MoeShape, MoeWeights)>,
+    compiled: HashMap<(MoeShape, usize), Moe>,
+    /// By class.
+    prepared: [bool; CLASSES.len()],
+}
+
+impl DeviceFfn {
+    /// Most rows of a call.
+    pub const MAX_ROWS: usize = Moe::MAX_ROWS;
+
+    pub(super) fn new(device: &Device, stacks: &[Stack], shard: Shard) -> Result<Self, FfnModelError> {
+        let region = |tensor: &Tensor| cuda::region(device, tensor);
+        let layers = stacks
+            .iter()
+            .map(|stack| {
+                let routed = stack.routed.as_ref();
+                let weights = MoeWeights {
+                    router: routed.map(|routed| region(&routed.weight)).transpose()?,
+                    bias: routed.and_then(|routed| routed.bias.as_ref()).map(region).transpose()?,
+                    gate_up: region(&stack.gate_up)?,
+                    down: region(&stack.down)?,
+                    first_expert: routed.map_or(0, |routed| routed.local.start),
+                    num_here: stack.num_here(),
+                    scale: routed.map_or(1.0, |routed| routed.scale),
+                };
+                Ok((stack.shape, weights))
+            })
+            .collect::<Result<Vec<_>, FfnModelError>>()?;
+        let output = if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 };
+        let hidden = stacks.first().map_or(0, |stack| stack.shape.hidden);
+        Ok(Self { device: device.clone(), output, hidden, layers, compiled: HashMap::new(), prepared: [false; CLASSES.len()] })
+    }
+
+    /// Bytes of a row that comes in: bf16.
+    pub fn in_row_bytes(&self) -> usize {
+        self.hidden * 2
+    }
+
+    /// Bytes of a row that goes out: bf16, or f32 partial sums with several shards.
+    pub fn out_row_bytes(&self) -> usize {
+        match self.output {
+            MoeOutput::Bf16 => self.hidden * 2,
+            MoeOutput::F32 => self.hidden * 4,
+        }
+    }
+
+    /// Compiles what calls of `padded_rows` need, if that was not done: about a second. Not inside a capture, nor while
+    /// a kernel waits for this process to go on.
+    ///
+    /// # Errors
+    /// [`GpuError`]; [`GpuError::Unsupported`] beyond [`MAX_ROWS`](Self::MAX_ROWS).
+    pub fn prepare(&mut self, padded_rows: usize) -> Result<(), GpuError> {
+        let class = class_of(padded_rows)?;
+        if self.prepared[class] {
+            return Ok(());
+        }
+        let mut missing: Vec<MoeShape> = Vec::new();
+        for (shape, _) in &self.layers {
+            if !missing.contains(shape) {
+                missing.push(*shape);
+            }
+        }
+        let (device, output) = (&self.device, self.output);
+        let made = thread::scope(|scope| {
+            let threads: Vec<_> = missing
+                .into_iter()
+                .map(|shape| (shape, scope.spawn(move || Moe::new(device, shape, CLASSES[class], output))))
+                .collect();
+            threads
+                .into_iter()
+                .map(|(shape, thread)| {
+                    let moe = thread.join().unwrap_or_else(|_| {
+                        Err(GpuError::Unsupported { what: "compiling the FFN kernels panicked".into() })
+                    });
+                    Ok((shape, moe?))
+                })
+                .collect::<Result<Vec<_>, GpuError>>()
+        })?;
+        self.compiled.extend(made.into_iter().map(|(shape, moe)| ((shape, class), moe)));
+        self.prepared[class] = true;
+        Ok(())
+    }
+
+    /// Enqueues the FFN of `layer`: `input` `[padded_rows, hidden]` bf16 to `output` `[padded_rows, hidden]`, bf16, or f32
+    /// partial sums with several shards. Only the first `num_rows` (one i32 on the device; all when absent) are real; the
+    /// others come out as zeros.
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`]; [`GpuError::Unsupported`] for more rows than [`MAX_ROWS`](Self::MAX_ROWS), none, or an
+    /// unknown layer; [`GpuError::Driver`].
+    pub fn enqueue(
+        &mut self,
+        stream: &Stream,
+        layer: LayerIdx,
+        padded_rows: usize,
+        input: &Region,
+        num_rows: Option<&Region>,
+        output: &Region,
+    ) -> Result<(), GpuError> {
+        self.prepare(padded_rows)?;
+        let class = class_of(padded_rows)?;
+        let unknown = || GpuError::Unsupported { what: format!("{layer} of {}", self.layers.len()) };
+        let (shape, weights) = self.layers.get(usize::from(layer.0)).ok_or_else(unknown)?;
+        let moe = self.compiled.get(&(*shape, class)).ok_or_else(unknown)?;
+        moe.enqueue(stream, weights, input, padded_rows, num_rows, output)
+    }
+}
+
+/// Index into [`CLASSES`].
+fn class_of(rows: usize) -> Result<usize, GpuError> {
+    let class = CLASSES.iter().position(|&most| rows <= most).filter(|_| rows > 0);
+    class.ok_or_else(|| GpuError::Unsupported {
+        what: format!("{rows} rows of 1 to {}", DeviceFfn::MAX_ROWS),
+    })
+}

@@ -1,0 +1,163 @@
+//! The FFN of every layer on a GPU, in one copy of the weights and two ways to compute with them.
+//!
+//! [`DeviceModel`] is the whole: it loads this shard's part of every layer onto the device and answers rows of any number
+//! by libtorch, eagerly ([`DeviceModel::forward`]). Where dtype, shapes and router allow it ([`Unsupported`] says why
+//! not), its weights are stacked as the kernels of [`afd_gpu::ops::Moe`] want them, and [`DeviceFfn`] enqueues a layer for
+//! the few rows of a decode step: nothing is allocated and the host waits for nothing, so a graph can hold it.
+//!
+//! On a hop's path this stands where [`crate::model`] does on the CPU. In reading order: `stack` (how a layer is cut and
+//! loaded), `eager`, `kernels`. Nothing here knows hops, links or sessions.
+use std::sync::Arc;
+
+use afd_common::config::model::ModelConfig;
+use afd_common::identity::GatePlacement;
+use afd_common::ids::{LayerIdx, Shard};
+use afd_common::weights::Weights;
+use afd_gpu::Device;
+use tch::{Kind, Tensor};
+
+mod eager;
+mod kernels;
+mod stack;
+#[cfg(test)]
+mod tests;
+
+pub use kernels::DeviceFfn;
+
+use crate::model::{ExpertCounts, FfnModel, FfnModelError, LayerSpec, Side};
+use stack::Stack;
+
+/// Why the kernels cannot serve a model: it is served by libtorch alone, step by step.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not for the FFN kernels: {0}")]
+pub struct Unsupported(pub String);
+
+/// One shard of every layer's FFN on a device.
+#[derive(Debug)]
+pub struct DeviceModel {
+    body: Body,
+    hidden_size: usize,
+    kind: Kind,
+    out_kind: Kind,
+    shard: Shard,
+    specs: Vec<LayerSpec>,
+    counts: Arc<ExpertCounts>,
+}
+
+#[derive(Debug)]
+enum Body {
+    /// Experts of a layer in one tensor; kernels where there is a GPU.
+    Stacked { layers: Vec<Stack>, kernels: Result<Box<DeviceFfn>, Unsupported> },
+    /// As on the CPU.
+    Plain { model: Box<FfnModel>, why: Unsupported },
+}
+
+impl DeviceModel {
+    /// Takes this shard's part of every layer, as [`FfnModel::load`] does. `weights` hand out tensors on `device`; without
+    /// one (tests) on the CPU, and there are no kernels. Waits until everything is there.
+    ///
+    /// # Errors
+    /// [`FfnModelError::Weights`] names the tensor; [`FfnModelError::Gpu`]. A retry does not help.
+    pub fn load(
+        config: &ModelConfig,
+        weights: &Weights,
+        shard: Shard,
+        gate: GatePlacement,
+        device: Option<&Device>,
+    ) -> Result<Self, FfnModelError> {
+        let kind = weights.kind();
+        let (body, specs, counts) = match stack::shapes(config, kind, shard, gate) {
+            Err(why) => {
+                let model = FfnModel::load(config, weights, shard, gate)?;
+                let (specs, counts) = (model.specs().to_vec(), model.expert_counts());
+                (Body::Plain { model: Box::new(model), why }, specs, counts)
+            }
+            Ok(shapes) => {
+                let layers = shapes
+                    .into_iter()
+                    .enumerate()
+                    .map(|(index, shape)| Stack::load(config, weights, index, shape, shard))
+                    .collect::<Result<Vec<_>, _>>()?;
+                let specs: Vec<_> = layers.iter().map(Stack::spec).collect();
+                let kernels = match device {
+                    Some(device) => Ok(Box::new(DeviceFfn::new(device, &layers, shard)?)),
+                    None => Err(Unsupported("the weights are not on a GPU".into())),
+                };
+                let counts = Arc::new(ExpertCounts::new(&specs));
+                (Body::Stacked { layers, kernels }, specs, counts)
+            }
+        };
+        if let Some(device) = device {
+            // libtorch filled them on a stream of its own, which orders with no other.
+            device.synchronize()?;
+        }
+        let out_kind = if shard.count() > 1 { Kind::Float } else { kind };
+        Ok(Self { body, hidden_size: config.hidden_size, kind, out_kind, shard, specs, counts })
+    }
+
+    /// One layer's FFN on `hidden`, `[rows, hidden]` on the weights' device, on libtorch's current stream: this shard's
+    /// partial sum, `[rows, hidden]` of [`out_kind`](Self::out_kind). Zero rows are legal.
+    ///
+    /// # Errors
+    /// As [`FfnModel::forward`]; the model stays usable.
+    pub fn forward(&self, layer: LayerIdx, hidden: &Tensor, side: &Side) -> Result<Tensor, FfnModelError> {
+        match &self.body {
+            Body::Plain { model, .. } => model.forward(layer, hidden, side),
+            Body::Stacked { layers, .. } => {
+                let Some(stack) = layers.get(usize::from(layer.0)) else {
+                    return Err(FfnModelError::UnknownLayer { layer, count: layers.len() });
+                };
+                let (size, kind) = (hidden.size(), hidden.kind());
+                if size.len() != 2 || size[1] != self.hidden_size as i64 || kind != self.kind {
+                    let expected = format!("[rows, {}] {:?}", self.hidden_size, self.kind);
+                    return Err(FfnModelError::Rows { layer, expected, found: format!("{size:?} {kind:?}") });
+                }
+                eager::forward(stack, layer, hidden, side, self.out_kind)
+            }
+        }
+    }
+
+    /// The kernels, for up to [`DeviceFfn::MAX_ROWS`] rows.
+    ///
+    /// # Errors
+    /// Why there are none.
+    pub fn kernels(&mut self) -> Result<&mut DeviceFfn, &Unsupported> {
+        match &mut self.body {
+            Body::Plain { why, .. } => Err(why),
+            Body::Stacked { kernels, .. } => match kernels {
+                Ok(kernels) => Ok(kernels),
+                Err(why) => Err(why),
+            },
+        }
+    }
+
+    /// One entry per layer.
+    pub fn specs(&self) -> &[LayerSpec] {
+        &self.specs
+    }
+
+    /// Width of a row.
+    pub fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    /// Element type of the rows that come in.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Element type of the rows that go out: f32 partial sums with more than one shard.
+    pub fn out_kind(&self) -> Kind {
+        self.out_kind
+    }
+
+    /// Which part of every layer this is.
+    pub fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// How many rows each expert was given so far. Stacked experts do not count: their rows never meet the host.
+    pub fn expert_counts(&self) -> Arc<ExpertCounts> {
+        Arc::clone(&self.counts)
+    }
+}

@@ -1,0 +1,216 @@
+//! Links that a CUDA stream drives, as the engine sees them. Where rows of a host-driven link meet the hop queue, here a
+//! whole step is enqueued when its plan comes, and the engine looks now and then whether it is over. What enqueues is a
+//! [`StepRunner`]: the model on its device. Steps run in the order of their plans, all links' on one stream.
+use std::sync::Arc;
+use std::time::Duration;
+
+use afd_common::ids::{Epoch, StepId};
+use afd_common::link::{LinkKind, LinkStats};
+use tokio::sync::oneshot;
+
+use super::{SessionTag, StepAccounts};
+
+/// Names a stream-driven link within the engine; never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StreamLinkId(pub u64);
+
+/// A link to be opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenStream {
+    /// What the peer offers.
+    pub peer: PeerEnd,
+    /// Lifetime of the link.
+    pub epoch: Epoch,
+    /// Stages in flight: slots of the channel.
+    pub num_stages: u32,
+    /// Most rows of a stage.
+    pub max_rows: u32,
+    /// How long a wait waits.
+    pub patience: Duration,
+    /// How long opening may take.
+    pub deadline: Duration,
+}
+
+/// The peer's end, by kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PeerEnd {
+    /// Memory to be mapped.
+    CudaIpc(IpcBuffer),
+    /// It waits for ids.
+    Nccl,
+}
+
+impl PeerEnd {
+    /// The link's kind.
+    pub fn kind(&self) -> LinkKind {
+        match self {
+            Self::CudaIpc(_) => LinkKind::CudaIpc,
+            Self::Nccl => LinkKind::Nccl,
+        }
+    }
+}
+
+/// As `CudaIpcBuffer` of the protocol, sizes checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IpcBuffer {
+    /// A CUDA IPC memory handle.
+    pub handle: [u8; 64],
+    /// What is found behind it.
+    pub nonce: [u8; 16],
+    /// Slots.
+    pub num_slots: usize,
+    /// Rows of a frame.
+    pub max_rows: usize,
+    /// Bytes of a row.
+    pub row_bytes: usize,
+}
+
+/// This end, for the peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OwnEnd {
+    /// Memory to be mapped; the link is up.
+    CudaIpc(IpcBuffer),
+    /// What both join: towards the FFN, towards attention.
+    Nccl([[u8; 128]; 2]),
+}
+
+/// Why a link is not opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenStreamError {
+    /// The model is not on a GPU.
+    #[error("this FFN rank has no GPU (--device)")]
+    NoDevice,
+    /// Another kind of link may work.
+    #[error("{0}")]
+    NotShared(String),
+    /// The request cannot be served as it is.
+    #[error("{0}")]
+    Invalid(String),
+    /// The device or the transport refused.
+    #[error("{0}")]
+    Failed(String),
+    /// The engine has ended.
+    #[error("the FFN engine has stopped")]
+    Stopped,
+}
+
+/// What a plan asks of a stream-driven link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedStep {
+    /// Which step.
+    pub step: StepId,
+    /// Rows of every stage's frames.
+    pub stage_rows: Vec<u32>,
+    /// Phase, as in the protocol: a part of a graph's key.
+    pub phase: i32,
+    /// How to run it.
+    pub graph: GraphUse,
+}
+
+/// What the peer does with its own graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GraphUse {
+    /// Nothing.
+    None,
+    /// Captures it.
+    Capture,
+    /// Launches it again.
+    Replay,
+}
+
+/// How a step was run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StepMode {
+    /// One launch of a graph that was there.
+    Replayed,
+    /// Captured, then launched.
+    Captured,
+    /// Operation by operation, for this reason.
+    Eager(&'static str),
+}
+
+impl StepMode {
+    /// For metrics: how, and why not by a graph.
+    pub fn labels(self) -> [&'static str; 2] {
+        match self {
+            Self::Replayed => ["replayed", ""],
+            Self::Captured => ["captured", ""],
+            Self::Eager(why) => ["eager", why],
+        }
+    }
+}
+
+/// A step that is over on the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepEnd {
+    /// On which link.
+    pub link: StreamLinkId,
+    /// Which step.
+    pub step: StepId,
+    /// Rows of its stages.
+    pub stage_rows: Vec<u32>,
+    /// Why it failed: the link is of no more use.
+    pub failure: Option<String>,
+}
+
+/// What runs whole steps on a device. It lives on the engine's thread.
+///
+/// # Contract
+/// - [`begin`](Self::begin) enqueues and returns; it may wait for the device only where what is enqueued before does not
+///   wait for what would be enqueued after. Steps end in the order in which they began.
+/// - A link that failed ends every step that was begun on it; [`close`](Self::close) it.
+pub trait StepRunner {
+    /// Opens this end of a link. May block for the request's deadline. `grant` is told what the peer needs before this
+    /// end waits for the peer.
+    ///
+    /// # Errors
+    /// [`OpenStreamError`]; nothing is open then. `grant` may have been told already.
+    fn open(
+        &mut self,
+        id: StreamLinkId,
+        request: &OpenStream,
+        grant: &mut dyn FnMut(OwnEnd),
+    ) -> Result<(), OpenStreamError>;
+
+    /// Enqueues a step.
+    ///
+    /// # Errors
+    /// Why it cannot be; the link is of no more use.
+    fn begin(&mut self, link: StreamLinkId, plan: &PlannedStep) -> Result<StepMode, String>;
+
+    /// The next step that is over.
+    fn poll(&mut self) -> Option<StepEnd>;
+
+    /// Steps begun and not over.
+    fn num_begun(&self) -> usize;
+
+    /// Ends a link and its steps, of which nothing is heard any more.
+    fn close(&mut self, link: StreamLinkId);
+}
+
+/// What other threads want of the engine.
+pub(super) enum StreamCommand {
+    Open { request: OpenStream, owner: StreamOwner, reply: oneshot::Sender<Result<OwnEnd, OpenStreamError>> },
+    Plan { session: SessionTag, plan: PlannedStep },
+}
+
+/// Whose link it is.
+pub struct StreamOwner {
+    /// For messages.
+    pub peer: String,
+    /// Where its steps are accounted for.
+    pub accounts: Arc<StepAccounts>,
+    /// The session.
+    pub session: SessionTag,
+}
+
+/// A link in use.
+pub(super) struct StreamSource {
+    pub(super) id: StreamLinkId,
+    pub(super) kind: LinkKind,
+    pub(super) epoch: Epoch,
+    pub(super) owner: StreamOwner,
+    pub(super) stats: Arc<LinkStats>,
+    /// When the steps under way began, oldest first, microseconds since the Unix epoch.
+    pub(super) begun: std::collections::VecDeque<(StepId, u64)>,
+}
