@@ -1,7 +1,9 @@
 //! What two processes compare before they work together, computed alike on both sides.
 use crate::config::model::ModelConfig;
 use crate::frame::RowType;
+use crate::placement::{CONTIGUOUS, Placement};
 use crate::proto::v1;
+use crate::routing::Routing;
 
 /// Which side computes the router of a mixture of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -23,12 +25,32 @@ impl From<GatePlacement> for v1::GatePlacement {
     }
 }
 
+impl From<Routing> for v1::Routing {
+    fn from(routing: Routing) -> Self {
+        match routing {
+            Routing::Model => Self::Model,
+            Routing::Balanced => Self::Balanced,
+        }
+    }
+}
+
+/// How experts are chosen and where they are, to be alike on both roles.
+#[derive(Clone, Debug, Default)]
+pub struct ExpertRules {
+    /// Which side routes.
+    pub gate: GatePlacement,
+    /// Who chooses.
+    pub routing: Routing,
+    /// Who has which; `None`: contiguous parts.
+    pub placement: Option<std::sync::Arc<Placement>>,
+}
+
 /// What `Join` compares field by field. `fingerprint` is the weights' own (see `weights`).
 pub fn model_identity(
     config: &ModelConfig,
     fingerprint: &str,
     activations: RowType,
-    gate: GatePlacement,
+    experts: &ExpertRules,
 ) -> v1::ModelIdentity {
     v1::ModelIdentity {
         fingerprint: fingerprint.to_owned(),
@@ -36,7 +58,12 @@ pub fn model_identity(
         hidden_size: config.hidden_size as u32,
         num_layers: config.layers.len() as u32,
         activation_dtype: dtype(activations).into(),
-        gate_placement: v1::GatePlacement::from(gate).into(),
+        gate_placement: v1::GatePlacement::from(experts.gate).into(),
+        placement: experts
+            .placement
+            .as_ref()
+            .map_or_else(|| CONTIGUOUS.into(), |placed| placed.digest(config)),
+        routing: v1::Routing::from(experts.routing).into(),
     }
 }
 

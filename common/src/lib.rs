@@ -1,9 +1,9 @@
 //! What both roles share.
 //!
 //! In reading order: [`ids`] (the words of a hop), [`proto`] (the control plane's messages), [`config`] (what a
-//! checkpoint says), [`weights`] (its tensors, mapped), [`layers`] (what both roles compute), [`frame`] and [`link`]
-//! (how rows travel), [`net`] (the one listening port), [`telemetry`] (logs and metrics). Nothing here owns a request,
-//! a scheduler or an engine.
+//! checkpoint says), [`weights`] (its tensors, mapped), [`layers`] (what both roles compute), [`placement`] and [`routing`]
+//! (who serves which experts, and who chooses them), [`frame`] and [`link`] (how rows travel), [`net`] (the one listening
+//! port), [`telemetry`] (logs and metrics). Nothing here owns a request, a scheduler or an engine.
 #![warn(missing_docs)]
 
 pub mod config;
@@ -13,6 +13,8 @@ pub mod ids;
 pub mod layers;
 pub mod link;
 pub mod net;
+pub mod placement;
 pub mod proto;
+pub mod routing;
 pub mod telemetry;
 pub mod weights;

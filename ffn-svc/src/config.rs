@@ -9,6 +9,7 @@ use afd_common::config::file::{self, FileError};
 use afd_common::config::units::Span;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
+use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, LogFormat, SpanSink};
 
 use crate::hop_queue::MAX_STAGES;
@@ -44,6 +45,14 @@ pub struct ServeOptions {
     /// Which side computes the router: ffn or attention; must be alike on both [default: ffn]
     #[arg(long, value_name = "SIDE", value_parser = parse_gate)]
     pub gate: Option<GatePlacement>,
+    /// File that says which shard has which experts (JSON or TOML), as ffn-svc place makes it; alike on both roles
+    /// [default: contiguous parts]
+    #[arg(long, value_name = "FILE")]
+    pub placement: Option<PathBuf>,
+    /// Who chooses experts: model, or balanced, a cycle over all of them (benchmarks only: what comes out is meaningless);
+    /// alike on both roles [default: model]
+    #[arg(long, value_name = "WHO")]
+    pub routing: Option<Routing>,
     /// Compute and activation dtype: auto (as the checkpoint), float32 or bfloat16 [default: auto]
     #[arg(long)]
     pub dtype: Option<DtypeChoice>,
@@ -118,6 +127,10 @@ pub struct Config {
     pub deployment: String,
     /// Who routes.
     pub gate: GatePlacement,
+    /// Where experts are, unless in contiguous parts.
+    pub placement: Option<PathBuf>,
+    /// Who chooses them.
+    pub routing: Routing,
     /// Compute dtype.
     pub dtype: DtypeChoice,
     /// Threads of one tensor operation, at least 1.
@@ -197,6 +210,8 @@ impl ServeOptions {
             rank: given.rank.unwrap_or(0),
             deployment: given.deployment.unwrap_or_else(|| "default".into()),
             gate: given.gate.unwrap_or_default(),
+            placement: given.placement,
+            routing: given.routing.unwrap_or_default(),
             dtype: given.dtype.unwrap_or_default(),
             threads: given.threads.unwrap_or_else(all_cores),
             load_format: given.load_format.unwrap_or_default(),

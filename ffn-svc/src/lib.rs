@@ -8,6 +8,7 @@ pub mod device;
 pub mod engine;
 pub mod hop_queue;
 pub mod model;
+pub mod place;
 pub mod probe;
 pub mod rank;
 pub mod serve;

@@ -7,7 +7,7 @@ use afd_common::telemetry::{KeyValue, Metrics, OtlpError, OtlpSettings, logs};
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 use ffn_svc::config::{Config, ConfigError, ServeOptions};
-use ffn_svc::{probe, rank};
+use ffn_svc::{place, probe, rank};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time for the last spans to be sent.
@@ -29,12 +29,15 @@ enum Command {
     Serve(Box<ServeOptions>),
     /// Asks a running rank whether it is ready and what it serves
     Probe(probe::ProbeOptions),
+    /// Proposes which shard should have which experts, from what running ranks counted
+    Place(place::PlaceOptions),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(options) => serve(*options),
         Command::Probe(options) => probe(options),
+        Command::Place(options) => place::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

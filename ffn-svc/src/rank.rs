@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
-use afd_common::identity::model_identity;
+use afd_common::identity::{ExpertRules, model_identity};
 use afd_common::ids::LayerIdx;
 use afd_common::net::Listener;
+use afd_common::placement::{Placement, PlacementFile};
 use afd_common::proto::v1;
+use afd_common::routing::Routing;
 use afd_common::telemetry::metrics::{ReadKind, Sample};
 use afd_common::telemetry::{MetricError, Metrics};
 use afd_common::weights::{WeightError, Weights};
@@ -42,6 +44,14 @@ pub enum StartError {
         folder: String,
         /// Why.
         source: WeightError,
+    },
+    /// The placement of experts cannot be used.
+    #[error("--placement {file}: {what}")]
+    Placement {
+        /// Which file.
+        file: String,
+        /// What is wrong with it, by the names in it.
+        what: String,
     },
     /// This shard cannot be built from the checkpoint.
     #[error("--model {folder}, --shard {index}/{count}: {source}")]
@@ -108,7 +118,9 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
             .map_err(|source| StartError::Weights { folder: folder.clone(), source })?,
         LoadFormat::Dummy => Weights::dummy(&model_config, rows.kind(), config.seed),
     };
-    let model = FfnModel::load(&model_config, &weights, config.shard, config.gate)
+    let placement = read_placement(config, &model_config)?;
+    let placed = placement.clone().unwrap_or_else(|| Arc::new(Placement::contiguous(&model_config, count)));
+    let model = FfnModel::load_placed(&model_config, &weights, config.shard, config.gate, &placed)
         .map_err(|source| StartError::Model { folder, index, count, source: Box::new(source) })?;
     let bare = |spec: &&crate::model::LayerSpec| spec.num_experts > 0 && spec.local_experts.is_empty();
     let num_bare = model.specs().iter().filter(bare).count();
@@ -118,8 +130,18 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
             "--shard {index}/{count}: this shard owns no routed expert of these layers"
         );
     }
-    let identity = model_identity(&model_config, weights.fingerprint(), rows, config.gate);
+    let experts = ExpertRules { gate: config.gate, routing: config.routing, placement };
+    let identity = model_identity(&model_config, weights.fingerprint(), rows, &experts);
     Ok(Loaded { model, identity })
+}
+
+fn read_placement(config: &Config, model: &ModelConfig) -> Result<Option<Arc<Placement>>, StartError> {
+    let Some(path) = &config.placement else { return Ok(None) };
+    let failed = |what: String| StartError::Placement { file: path.display().to_string(), what };
+    let file = PlacementFile::read(path).map_err(failed)?;
+    let placed =
+        file.placement(model, Some(config.shard.count())).map_err(|error| failed(error.to_string()))?;
+    Ok(Some(Arc::new(placed)))
 }
 
 /// Parts into which some layer can be split: its experts, or a dense FFN's or shared experts' intermediate size.
@@ -148,7 +170,11 @@ pub async fn start(
         max_batch_rows: config.max_tokens_per_stage,
         metrics: EngineMetrics::new(metrics)?,
         inject_delay: config.inject_delay,
+        routing: config.routing,
     };
+    if config.routing == Routing::Balanced {
+        tracing::warn!("{}", Routing::WARNING);
+    }
     if !config.inject_delay.is_zero() {
         tracing::warn!(delay = ?config.inject_delay, "this rank is slowed down on purpose (--inject-delay)");
     }

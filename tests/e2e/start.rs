@@ -13,7 +13,13 @@ fn args(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-fn attention(model: &Path, ffn: &str, more: &[&str], folder: &Path, name: &str) -> anyhow::Result<Process> {
+pub(crate) fn attention(
+    model: &Path,
+    ffn: &str,
+    more: &[&str],
+    folder: &Path,
+    name: &str,
+) -> anyhow::Result<Process> {
     let model = model.display().to_string();
     let mut words = args(&["serve", "--model", &model, "--listen", "127.0.0.1:0", "--ffn", ffn]);
     words.extend(args(&["--served-model-name", "test", "--dtype", "float32", "--threads", "1"]));
@@ -22,7 +28,7 @@ fn attention(model: &Path, ffn: &str, more: &[&str], folder: &Path, name: &str) 
 }
 
 /// A process that must not start: its exit code and its log.
-fn refused(mut process: Process) -> anyhow::Result<(i32, String)> {
+pub(crate) fn refused(mut process: Process) -> anyhow::Result<(i32, String)> {
     let status = process.wait(LIMIT)?;
     Ok((status.code().unwrap_or(-1), process.log()))
 }

@@ -7,6 +7,7 @@ use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
+use afd_common::routing::Routing;
 use afd_common::telemetry::LogFormat;
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -65,6 +66,14 @@ pub struct ServeArgs {
     /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]
     #[arg(long, value_name = "SIDE", value_parser = parse_gate, help_heading = "FFN")]
     pub gate: Option<GatePlacement>,
+    /// File that says which shard has which experts (JSON or TOML), as ffn-svc place makes it; the same on both roles
+    /// [default: contiguous parts]
+    #[arg(long, value_name = "FILE", help_heading = "FFN")]
+    pub placement: Option<PathBuf>,
+    /// Who chooses experts: model, or balanced, a cycle over all of them (benchmarks only: what comes out is
+    /// meaningless); the same on both roles [default: model]
+    #[arg(long, value_name = "WHO", help_heading = "FFN")]
+    pub routing: Option<Routing>,
     /// File with the token that guards joining, as given to the FFN ranks [default: none]
     #[arg(long, value_name = "FILE", help_heading = "FFN")]
     pub join_token_file: Option<PathBuf>,

@@ -8,6 +8,7 @@ use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
 use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
+use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, Sampling, SpanSink};
 
 mod args;
@@ -114,6 +115,10 @@ pub struct FfnConfig {
     pub link: LinkChoice,
     /// Which side routes.
     pub gate: GatePlacement,
+    /// Where experts are, unless in contiguous parts.
+    pub placement: Option<PathBuf>,
+    /// Who chooses them.
+    pub routing: Routing,
     /// Empty when there is none.
     pub join_token: String,
     /// For every shard to have joined.
@@ -236,6 +241,8 @@ impl FfnConfig {
             deployment,
             link: args.link.unwrap_or_default(),
             gate: args.gate.unwrap_or_default(),
+            placement: args.placement.clone(),
+            routing: args.routing.unwrap_or_default(),
             join_token: join_token(args.join_token_file.as_deref())?,
             join_timeout: time("--join-timeout", args.join_timeout, 120)?,
             hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,

@@ -1,7 +1,7 @@
 //! Which shard still owes its part of which hop: a plain state machine, without clock, sockets or tensors (`P` is one
 //! shard's partial result).
 //!
-//! Every hop has one part per shard it was sent to. A part is *unsent* (no edge took it yet, or the edge that had it was
+//! Every hop has one part per shard; a shard that serves nothing of it is *left out*. A part is *unsent* (no edge took it yet, or the edge that had it was
 //! lost), *waiting* on one edge, or *done*. An answer counts only when it comes from the edge the part is waiting on,
 //! so a late answer of a lost edge can never be taken for the replay's.
 use afd_common::ids::HopKey;
@@ -35,6 +35,7 @@ struct Part<P> {
 
 #[derive(Debug)]
 enum PartState<P> {
+    LeftOut,
     Unsent,
     Waiting { edge: EdgeId, since_us: u64 },
     Done(P),
@@ -73,10 +74,10 @@ impl<P> HopTable<P> {
         self.hops.is_empty()
     }
 
-    /// Whether every shard has answered the hop. False for an unknown one.
+    /// Whether every shard that takes part has answered the hop. False for an unknown one.
     pub fn is_complete(&self, key: HopKey) -> bool {
-        self.find(key)
-            .is_some_and(|hop| hop.parts.iter().all(|part| matches!(part.state, PartState::Done(_))))
+        let over = |part: &Part<P>| matches!(part.state, PartState::Done(_) | PartState::LeftOut);
+        self.find(key).is_some_and(|hop| hop.parts.iter().all(over))
     }
 
     /// The parts that no edge holds, oldest hop first.
@@ -107,10 +108,14 @@ impl<P> HopTable<P> {
         }
     }
 
-    /// Opens a hop with one unsent part per shard.
-    pub fn handle_open(&mut self, key: HopKey, num_shards: usize) {
+    /// Opens a hop. Each shard says whether it takes part: then its part is unsent.
+    pub fn handle_open(&mut self, key: HopKey, takes_part: impl Iterator<Item = bool>) {
         let mut parts = self.spare.pop().unwrap_or_default();
-        parts.extend((0..num_shards).map(|_| Part { sends: 0, state: PartState::Unsent }));
+        let part = |takes_part| Part {
+            sends: 0,
+            state: if takes_part { PartState::Unsent } else { PartState::LeftOut },
+        };
+        parts.extend(takes_part.map(part));
         self.hops.push(Hop { key, parts });
     }
 
@@ -146,16 +151,16 @@ impl<P> HopTable<P> {
         count
     }
 
-    /// Takes a complete hop out: its partial results, in shard order, are appended to `results`. `false`, and nothing
-    /// changes, while a part is missing.
-    pub fn take(&mut self, key: HopKey, results: &mut Vec<P>) -> bool {
+    /// Takes a complete hop out: its partial results with their shards, in shard order, are appended to `results`. `false`,
+    /// and nothing changes, while a part is missing.
+    pub fn take(&mut self, key: HopKey, results: &mut Vec<(usize, P)>) -> bool {
         if !self.is_complete(key) {
             return false;
         }
         let Some(index) = self.hops.iter().position(|hop| hop.key == key) else { return false };
         let mut parts = self.hops.remove(index).parts;
-        results.extend(parts.drain(..).filter_map(|part| match part.state {
-            PartState::Done(result) => Some(result),
+        results.extend(parts.drain(..).enumerate().filter_map(|(shard, part)| match part.state {
+            PartState::Done(result) => Some((shard, result)),
             _ => None,
         }));
         self.spare.push(parts);
@@ -191,11 +196,11 @@ mod tests {
 
     fn open(num_shards: usize) -> HopTable<u32> {
         let mut table = HopTable::default();
-        table.handle_open(key(0), num_shards);
+        table.handle_open(key(0), (0..num_shards).map(|_| true));
         table
     }
 
-    fn taken(table: &mut HopTable<u32>) -> Vec<u32> {
+    fn taken(table: &mut HopTable<u32>) -> Vec<(usize, u32)> {
         let mut results = Vec::new();
         assert!(table.take(key(0), &mut results));
         results
@@ -213,8 +218,21 @@ mod tests {
             let arrival = table.handle_arrival(key(0), shard, EdgeId(shard as u64), shard as u32);
             assert_eq!(arrival, Arrival::Accepted);
         }
-        assert_eq!(taken(&mut table), [0, 1, 2]);
+        assert_eq!(taken(&mut table), [(0, 0), (1, 1), (2, 2)]);
         assert!(table.is_empty());
+    }
+
+    #[test]
+    fn who_is_left_out_is_neither_sent_to_nor_waited_for() {
+        let mut table = HopTable::default();
+        table.handle_open(key(0), [false, true, false].into_iter());
+        assert_eq!(table.unsent().map(|part| part.shard).collect::<Vec<_>>(), [1]);
+        table.handle_sent(key(0), 1, EdgeId(4), 0);
+        assert_eq!(table.handle_arrival(key(0), 0, EdgeId(3), 9), Arrival::Stale);
+        assert_eq!(table.handle_arrival(key(0), 1, EdgeId(4), 5), Arrival::Accepted);
+        assert_eq!(taken(&mut table), [(1, 5)]);
+        table.handle_open(key(1), [false, false].into_iter());
+        assert!(table.take(key(1), &mut Vec::new()), "without rows nobody is asked");
     }
 
     #[test]
@@ -230,13 +248,13 @@ mod tests {
         assert_eq!(table.handle_arrival(key(0), 0, EdgeId(7), 99), Arrival::Stale);
         assert_eq!(table.handle_arrival(key(0), 0, EdgeId(9), 1), Arrival::Accepted);
         assert_eq!(table.handle_arrival(key(0), 1, EdgeId(8), 2), Arrival::Accepted);
-        assert_eq!(taken(&mut table), [1, 2]);
+        assert_eq!(taken(&mut table), [(0, 1), (1, 2)]);
     }
 
     #[test]
     fn the_oldest_wait_names_the_edge_that_owes_longest() {
         let mut table = open(2);
-        table.handle_open(key(1), 2);
+        table.handle_open(key(1), [true; 2].into_iter());
         table.handle_sent(key(0), 0, EdgeId(1), 30);
         table.handle_sent(key(0), 1, EdgeId(2), 20);
         table.handle_sent(key(1), 0, EdgeId(1), 40);

@@ -1,11 +1,13 @@
-//! The rows of a dispatched hop, kept until its combine has arrived, and how they become a frame.
+//! The rows of a dispatched hop, kept until its combine has arrived, and how they become a frame for each shard.
 use afd_common::frame::{FrameHeader, FrameKind, RowType, SideKind};
 use afd_common::ids::{Epoch, HopKey};
 use afd_common::link::{HopLink, LinkError};
+use afd_common::placement::{LayerPlacement, row_salt};
 use afd_ffi::{FfiError, memory};
 use tch::{Kind, Tensor};
 
 use super::outstanding::row_kind;
+use super::routes::{Share, split};
 use crate::engine::SideTensors;
 
 /// One hop's rows and side tensors, contiguous on the CPU in the types of the wire.
@@ -18,6 +20,8 @@ pub struct Kept {
     side: SideKind,
     side_columns: u32,
     side_tensors: [Option<Tensor>; 2],
+    /// By shard; empty: every shard gets all.
+    shares: Vec<Share>,
 }
 
 impl Kept {
@@ -46,14 +50,55 @@ impl Kept {
             SideTensors::InputIds(ids) => (SideKind::InputIds, 1, [Some(as_wire(ids, Kind::Int64)?), None]),
         };
         let num_rows = rows.size().first().copied().unwrap_or(0) as u32;
-        Ok(Self { key, num_rows, rows: as_wire(rows, row_kind(dtype))?, side, side_columns, side_tensors })
+        let (rows, shares) = (as_wire(rows, row_kind(dtype))?, Vec::new());
+        Ok(Self { key, num_rows, rows, side, side_columns, side_tensors, shares })
     }
 
-    /// Hands the hop to a link.
+    /// Finds out which rows each shard serves something of. Without this every shard gets every row; so it does when no
+    /// expert was chosen here.
+    ///
+    /// # Errors
+    /// When the rows' memory cannot be read.
+    pub fn route(&mut self, placed: &LayerPlacement) -> Result<(), FfiError> {
+        let (SideKind::TopK, Some(ids)) = (self.side, &self.side_tensors[0]) else { return Ok(()) };
+        let ids = memory::bytes(ids)?.as_chunks::<4>().0;
+        let top_k = self.side_columns as usize;
+        let rows = memory::bytes(&self.rows)?;
+        let row_bytes = rows.len() / (self.num_rows as usize).max(1);
+        let salt = |row: usize| match placed.has_copies() {
+            true => row_salt(&rows[row * row_bytes..][..row_bytes]),
+            false => 0,
+        };
+        let choices = ids.chunks(top_k.max(1)).map(|row| row.iter().map(|id| i32::from_le_bytes(*id)));
+        self.shares = split(choices, salt, placed);
+        Ok(())
+    }
+
+    /// What of the hop goes to a shard.
+    pub fn share(&self, shard: usize) -> &Share {
+        self.shares.get(shard).unwrap_or(&Share::All)
+    }
+
+    /// How many rows go to a shard.
+    pub fn num_rows_of(&self, shard: usize) -> u32 {
+        match self.share(shard) {
+            Share::All => self.num_rows,
+            Share::Some(rows) => rows.len() as u32,
+        }
+    }
+
+    /// Hands a shard's part of the hop to a link. `gathered` is memory to put rows together in, used again every time.
     ///
     /// # Errors
     /// [`LinkError`] as of [`HopLink::send`].
-    pub fn send(&self, link: &mut dyn HopLink, dtype: RowType, hidden_size: u32) -> Result<(), LinkError> {
+    pub fn send(
+        &self,
+        link: &mut dyn HopLink,
+        shard: usize,
+        dtype: RowType,
+        hidden_size: u32,
+        gathered: &mut Vec<u8>,
+    ) -> Result<(), LinkError> {
         let unreadable = |link: &dyn HopLink, error: FfiError| LinkError::BadFrame {
             peer: link.limits().peer.clone(),
             what: error.to_string(),
@@ -68,6 +113,16 @@ impl Kept {
                 *part = memory::bytes(tensor).map_err(|error| unreadable(link, error))?;
             }
         }
+        if let Share::Some(rows) = self.share(shard) {
+            gathered.clear();
+            for part in parts {
+                let row_bytes = part.len() / (self.num_rows as usize).max(1);
+                rows.iter().for_each(|row| {
+                    gathered.extend_from_slice(&part[*row as usize * row_bytes..][..row_bytes])
+                });
+            }
+            parts = [gathered, &[], &[]];
+        }
         let body_bytes: usize = parts.iter().map(|part| part.len()).sum();
         let header = FrameHeader {
             kind: FrameKind::Dispatch,
@@ -75,7 +130,7 @@ impl Kept {
             side: self.side,
             epoch: Epoch::default(),
             hop: self.key,
-            rows: self.num_rows,
+            rows: self.num_rows_of(shard),
             columns: hidden_size,
             side_columns: self.side_columns,
             body_bytes: u32::try_from(body_bytes).map_err(|_| LinkError::BadFrame {

@@ -1,9 +1,10 @@
 //! The way to the FFN role, without a parameter of its own.
 //!
-//! On a token's path: the engine dispatches a layer's rows ([`port`]), they are kept ([`kept`]) and their parts tracked
-//! ([`hop_table`]) until every shard's partial sum is back. Beside it, in tokio: [`directory`] finds the ranks behind
-//! `--ffn` and says how they stand ([`standing`]), one [`control`] task per rank joins ([`joining`], [`roster`]), opens
-//! links and sends plans; [`edge`] is what both sides say to each other. [`local`] puts the FFN into this process instead (`--ffn local`), and [`connect`] puts the parts together.
+//! On a token's path: the engine dispatches a layer's rows ([`port`]), they are kept ([`kept`]), shared out over the shards
+//! ([`routes`]) and their parts tracked ([`hop_table`]) until every partial sum is back. Beside it, in tokio: [`directory`]
+//! finds the ranks behind `--ffn` and says how they stand ([`standing`]), one [`control`] task per rank joins ([`joining`],
+//! [`roster`]), opens links and sends plans; [`edge`] is what both sides say to each other. [`local`] puts the FFN into this
+//! process instead (`--ffn local`), and [`connect`] puts the parts together.
 pub mod clock;
 pub mod connect;
 pub mod control;
@@ -18,5 +19,6 @@ pub mod outstanding;
 pub mod port;
 pub mod recorder;
 pub mod roster;
+pub mod routes;
 pub mod standing;
 pub mod stats;

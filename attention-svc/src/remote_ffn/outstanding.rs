@@ -23,7 +23,7 @@ impl Outstanding {
     /// Opens a hop and keeps its rows.
     pub fn keep(&mut self, kept: Kept, num_shards: usize) {
         self.current = kept.key.step;
-        self.table.handle_open(kept.key, num_shards);
+        self.table.handle_open(kept.key, (0..num_shards).map(|shard| kept.share(shard).is_any()));
         self.kept.push(kept);
     }
 
@@ -56,9 +56,10 @@ impl Outstanding {
                 Err(format!("{hop} was never sent"))
             };
         };
+        let shard = edge.shard.index() as usize;
         match kind {
             FrameKind::Combine => {
-                let expected = (sent.num_rows, hidden_size, edge.combine_dtype);
+                let expected = (sent.num_rows_of(shard), hidden_size, edge.combine_dtype);
                 if (rows, columns, dtype) != expected {
                     return Err(format!(
                         "{hop}: came back as {rows} × {columns} {dtype:?}, expected {} × {} {:?}",
@@ -68,7 +69,7 @@ impl Outstanding {
                 let shape = [i64::from(rows), i64::from(columns)];
                 let part = Tensor::f_from_data_size(frame.body(), &shape, row_kind(dtype))
                     .map_err(|error| format!("{hop}: {error}"))?;
-                Ok(self.table.handle_arrival(hop, edge.shard.index() as usize, edge.id, part))
+                Ok(self.table.handle_arrival(hop, shard, edge.id, part))
             }
             FrameKind::Error => {
                 let what = String::from_utf8_lossy(frame.body().get(4..).unwrap_or_default()).into_owned();
@@ -86,13 +87,11 @@ impl Outstanding {
         self.rejected.take()
     }
 
-    /// Appends the parts of a complete hop, in shard order, to `parts`, and lets its rows go. `false` while one is missing.
-    pub fn take(&mut self, key: HopKey, parts: &mut Vec<Tensor>) -> bool {
-        let is_complete = self.table.take(key, parts);
-        if is_complete {
-            self.kept.retain(|kept| kept.key != key);
-        }
-        is_complete
+    /// Appends the parts of a complete hop, each with its shard and in shard order, to `parts`, and gives its rows back.
+    /// `None`, and nothing changes, while one is missing.
+    pub fn take(&mut self, key: HopKey, parts: &mut Vec<(usize, Tensor)>) -> Option<Kept> {
+        let at = self.kept.iter().position(|kept| kept.key == key)?;
+        self.table.take(key, parts).then(|| self.kept.swap_remove(at))
     }
 
     /// Forgets everything.

@@ -1,17 +1,21 @@
-//! The engine thread's end of every edge: sends rows to all shards, waits for their partial sums, adds them up in shard
-//! order, and sends the rows of a lost edge again to whoever serves its shard next.
+//! The engine thread's end of every edge: sends rows to the shards that serve them, waits for their partial sums, adds them
+//! up in shard order, and sends the rows of a lost edge again to whoever serves its shard next.
 //!
 //! The FFN holds no request state, so nothing is lost with it: the rows of every outstanding hop are kept here until
 //! the hop is combined.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use afd_common::config::model::ModelConfig;
 use afd_common::frame::RowType;
+use afd_common::identity::ExpertRules;
 use afd_common::ids::{HopKey, StepId};
 use afd_common::link::{Doorbell, LinkError};
+use afd_common::placement::Placement;
 use afd_common::proto::v1;
+use afd_common::routing::{Routing, balanced_ids};
 use crossbeam_channel::Receiver;
-use tch::Tensor;
+use tch::{Device, TchError, Tensor};
 
 use super::clock::Clock;
 use super::edge::{Edge, EdgeEvent};
@@ -20,6 +24,7 @@ use super::hop_table::{Arrival, EdgeId, MAX_SENDS};
 use super::kept::Kept;
 use super::outstanding::{Outstanding, row_kind};
 use super::recorder::HopRecorder;
+use super::routes::Share;
 use super::stats::FfnStats;
 use crate::engine::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 use crate::scheduler::Phase;
@@ -39,6 +44,24 @@ pub struct PortSettings {
     pub hop_timeout_per_row: Duration,
     /// Time a shard may have no rank before its requests fail.
     pub loss_timeout: Duration,
+    /// What the model's layers are, for where their experts are.
+    pub model: Arc<ModelConfig>,
+    /// How experts are chosen and where they are.
+    pub experts: ExpertRules,
+}
+
+impl PortSettings {
+    /// Where experts are in a deployment of so many shards.
+    fn placement(&self, num_shards: u32) -> Result<Arc<Placement>, String> {
+        match &self.experts.placement {
+            None => Ok(Arc::new(Placement::contiguous(&self.model, num_shards))),
+            Some(placement) if placement.num_shards() == num_shards => Ok(Arc::clone(placement)),
+            Some(placement) => {
+                let placed = placement.num_shards();
+                Err(format!("the placement has {placed} shards, the rank says {num_shards} (--placement)"))
+            }
+        }
+    }
 }
 
 /// The way to every FFN shard over registered links.
@@ -49,7 +72,11 @@ pub struct RemoteFfn {
     edges: Edges,
     hops: Outstanding,
     /// Of the hop that is being added up; empty otherwise.
-    parts: Vec<Tensor>,
+    parts: Vec<(usize, Tensor)>,
+    /// Where experts are, once it is known how many shards there are.
+    placement: Option<Arc<Placement>>,
+    /// Memory to put the rows of one shard together in.
+    gathered: Vec<u8>,
     announced: Option<Announced>,
     recorder: HopRecorder,
     clock: Box<dyn Clock>,
@@ -89,6 +116,8 @@ impl RemoteFfn {
             events,
             hops: Outstanding::default(),
             parts: Vec::new(),
+            placement: None,
+            gathered: Vec::new(),
             announced: None,
             recorder: HopRecorder::default(),
             clock,
@@ -124,13 +153,22 @@ impl RemoteFfn {
         edge.hop_seconds = self.stats.hop_seconds_of(edge.link.limits().kind);
         self.stats.links.handle_up(edge.link.as_ref());
         let (peer, shard, link) = (Arc::clone(&edge.peer), edge.shard, edge.link.limits().kind);
-        match self.edges.adopt(edge) {
+        let placement = self.settings.placement(shard.count());
+        let adopted = match &placement {
+            Ok(_) => self.edges.adopt(edge),
+            Err(why) => Err((edge, why.clone())),
+        };
+        match adopted {
             Ok(()) => tracing::info!(%peer, %shard, %link, "FFN rank joined"),
             Err((edge, why)) => {
                 tracing::error!(%peer, %shard, why, "FFN rank does not fit");
                 self.stats.links.handle_down(edge.link.as_ref());
                 edge.abandon(&why, self.clock.now());
             }
+        }
+        if self.placement.is_none() && self.edges.num_shards() > 0 {
+            self.placement = placement.ok();
+            self.stats.handle_shards(self.edges.num_shards());
         }
         self.note_readiness();
     }
@@ -170,13 +208,16 @@ impl RemoteFfn {
                     what: format!("{} was lost with its FFN rank {MAX_SENDS} times", part.key),
                 });
             }
-            match kept.send(edge.link.as_mut(), self.settings.rows, self.settings.hidden_size) {
+            let PortSettings { rows: dtype, hidden_size, .. } = self.settings;
+            match kept.send(edge.link.as_mut(), part.shard, dtype, hidden_size, &mut self.gathered) {
                 Ok(()) => {
+                    let num_rows = kept.num_rows_of(part.shard);
+                    self.stats.handle_sent(part.shard, num_rows);
                     if let Some(announced) = &mut self.announced {
                         announced.tell(edge, &self.stats);
                     }
                     let id = edge.id;
-                    self.recorder.handle_sent(part.key, part.shard, kept.num_rows, edge, part.sends);
+                    self.recorder.handle_sent(part.key, part.shard, num_rows, edge, part.sends);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
                 }
                 Err(error @ LinkError::BadFrame { .. }) => {
@@ -266,17 +307,46 @@ impl RemoteFfn {
         }
     }
 
-    fn add_up(&mut self) -> Result<Tensor, FfnLoss> {
-        let fatal = |error: tch::TchError| FfnLoss::Fatal { what: format!("sum of the shards: {error}") };
-        let mut parts = self.parts.drain(..);
-        let Some(mut sum) = parts.next() else {
-            return Err(FfnLoss::Fatal { what: "a hop without shards".into() });
-        };
-        for part in parts {
-            sum = sum.f_add_(&part).map_err(fatal)?;
+    /// Adds up what the shards returned, in their order, each row where it belongs.
+    fn add_up(&mut self, kept: &Kept) -> Result<Tensor, TchError> {
+        let (num_rows, kind) = (kept.num_rows, row_kind(self.settings.rows));
+        let hidden_size = self.settings.hidden_size;
+        let no_rows_yet = |kind| Tensor::f_zeros([num_rows.into(), hidden_size.into()], (kind, Device::Cpu));
+        let mut sum: Option<Tensor> = None;
+        for (shard, part) in self.parts.drain(..) {
+            sum = Some(match (kept.share(shard), sum) {
+                (Share::All, None) => part,
+                (Share::All, Some(mut sum)) => sum.f_add_(&part)?,
+                (Share::Some(rows), sum) => {
+                    let rows: Vec<i64> = rows.iter().map(|row| i64::from(*row)).collect();
+                    let mut sum = sum.map_or_else(|| no_rows_yet(part.kind()), Ok)?;
+                    sum.f_index_add_(0, &Tensor::f_from_slice(&rows)?, &part)?
+                }
+            });
         }
-        let kind = row_kind(self.settings.rows);
-        if sum.kind() == kind { Ok(sum) } else { sum.f_to_kind(kind).map_err(fatal) }
+        let sum = sum.map_or_else(|| no_rows_yet(kind), Ok)?;
+        if sum.kind() == kind { Ok(sum) } else { sum.f_to_kind(kind) }
+    }
+
+    /// The rows of a hop as they will be sent: with the experts of the cycle instead of the model's where that is asked
+    /// for, and shared out over the shards where attention knows the experts.
+    fn keep(&self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<Kept, String> {
+        let placed = self.placement.as_ref().and_then(|placement| placement.layer(hop.layer.0.into()));
+        let cycle = match (side, placed) {
+            (SideTensors::TopK { weights, .. }, Some(placed))
+                if self.settings.experts.routing == Routing::Balanced =>
+            {
+                let cycle = balanced(self.settings.rank, hop, weights, placed.num_experts());
+                Some(cycle.map_err(|error| error.to_string())?)
+            }
+            _ => None,
+        };
+        let side = cycle.as_ref().unwrap_or(side);
+        let mut kept = Kept::new(hop, rows, side, self.settings.rows).map_err(|error| error.to_string())?;
+        if let Some(placed) = placed.filter(|placed| placed.num_shards() > 1) {
+            kept.route(placed).map_err(|error| error.to_string())?;
+        }
+        Ok(kept)
     }
 }
 
@@ -297,8 +367,8 @@ impl FfnPort for RemoteFfn {
 
     fn dispatch(&mut self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<(), FfnLoss> {
         self.recorder.handle_dispatch();
-        let kept = Kept::new(hop, rows, side, self.settings.rows)
-            .map_err(|error| FfnLoss::Fatal { what: format!("{hop}: {error}") })?;
+        let kept =
+            self.keep(hop, rows, side).map_err(|what| FfnLoss::Fatal { what: format!("{hop}: {what}") })?;
         self.stats.handle_dispatch(kept.num_rows);
         self.hops.keep(kept, self.edges.num_shards());
         self.send_unsent()
@@ -314,10 +384,11 @@ impl FfnPort for RemoteFfn {
             if let Some(loss) = self.hops.take_rejected() {
                 return Err(loss);
             }
-            if self.hops.take(hop, &mut self.parts) {
+            if let Some(kept) = self.hops.take(hop, &mut self.parts) {
                 self.stats.handle_combine(self.clock.now() - begun);
                 self.recorder.handle_complete(hop);
-                return self.add_up();
+                let fatal = |error| FfnLoss::Fatal { what: format!("sum of the shards: {error}") };
+                return self.add_up(&kept).map_err(fatal);
             }
             self.send_unsent()?;
             let overdue = self.expire_overdue();
@@ -358,6 +429,15 @@ impl FfnPort for RemoteFfn {
         self.handle_events();
         self.poll_links();
     }
+}
+
+/// The choice of `--routing balanced` in place of the model's, with the model's weights.
+fn balanced(rank: u32, hop: HopKey, weights: &Tensor, num_experts: usize) -> Result<SideTensors, TchError> {
+    let (num_rows, top_k) = weights.size2()?;
+    let mut ids = Vec::new();
+    balanced_ids(&mut ids, rank, hop, num_rows as usize, top_k as usize, num_experts);
+    let ids = Tensor::f_from_slice(&ids)?.f_view([num_rows, top_k])?;
+    Ok(SideTensors::TopK { ids, weights: weights.shallow_clone() })
 }
 
 /// Counts how long an answer of `edge` took that was sent for at `sent_us` on the engine's clock.

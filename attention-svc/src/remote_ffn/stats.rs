@@ -19,6 +19,8 @@ pub struct FfnStats {
     pub hops: AtomicU64,
     /// Rows of these.
     pub rows: AtomicU64,
+    /// Rows sent, by shard; repetitions count again.
+    shard_rows: OnceLock<Vec<AtomicU64>>,
     /// Time the engine waited for combines, microseconds.
     pub wait_us: AtomicU64,
     /// Ranks lost.
@@ -55,6 +57,23 @@ impl FfnStats {
     pub(super) fn handle_dispatch(&self, rows: u32) {
         self.hops.fetch_add(1, Relaxed);
         self.rows.fetch_add(rows.into(), Relaxed);
+    }
+
+    /// It is known how many shards there are.
+    pub(super) fn handle_shards(&self, num_shards: usize) {
+        self.shard_rows.get_or_init(|| (0..num_shards).map(|_| AtomicU64::new(0)).collect());
+    }
+
+    /// A link took a shard's rows of a hop.
+    pub(super) fn handle_sent(&self, shard: usize, rows: u32) {
+        if let Some(count) = self.shard_rows.get().and_then(|counts| counts.get(shard)) {
+            count.fetch_add(rows.into(), Relaxed);
+        }
+    }
+
+    /// Rows sent so far, by shard; empty before any rank has joined.
+    pub fn shard_rows(&self) -> Vec<u64> {
+        self.shard_rows.get().into_iter().flatten().map(|count| count.load(Relaxed)).collect()
     }
 
     pub(super) fn handle_combine(&self, waited: Duration) {

@@ -3,10 +3,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use afd_common::config::device::DeviceChoice;
-use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
+use afd_common::routing::Routing;
 use afd_common::telemetry::Metrics;
 use ffn_svc::engine::{EngineHandle as FfnEngine, EngineMetrics as FfnEngineMetrics, EngineOptions};
 use ffn_svc::model::FfnModel;
@@ -49,16 +49,23 @@ pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, 
         hop_timeout: config.ffn.hop_timeout,
         hop_timeout_per_row: HOP_TIMEOUT_PER_ROW,
         loss_timeout: config.ffn.loss_timeout,
+        model: Arc::new(loaded.config.clone()),
+        experts: loaded.experts.clone(),
     };
     let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
     let credits = config.capacity.stages.max_stages as u32;
     match &config.ffn.target {
         FfnTarget::Local if config.model.device != DeviceChoice::Cpu => {
-            let model = local_model(loaded, config.ffn.gate)?;
+            if loaded.experts.routing == Routing::Balanced {
+                return Err(ServeError::LocalFfn(
+                    "--routing balanced needs an FFN engine: --device cpu, or FFN ranks".into(),
+                ));
+            }
+            let model = local_model(loaded)?;
             Ok((connect::on_thread(Box::new(LocalFfn::new(model))), Running::OnDevice))
         }
         FfnTarget::Local => {
-            let engine = local_engine(loaded, config.ffn.gate, max_rows)?;
+            let engine = local_engine(loaded, max_rows)?;
             let way = connect::in_process(&engine, port, credits, max_rows)
                 .map_err(|e| ServeError::LocalFfn(e.to_string()))?;
             Ok((way, Running::Local(engine)))
@@ -83,16 +90,18 @@ pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, 
     }
 }
 
-fn local_engine(loaded: &Loaded, gate: GatePlacement, max_rows: u32) -> Result<FfnEngine, ServeError> {
-    let model = local_model(loaded, gate)?;
+fn local_engine(loaded: &Loaded, max_rows: u32) -> Result<FfnEngine, ServeError> {
+    let (model, routing) = (local_model(loaded)?, loaded.experts.routing);
     // Its numbers are not shown: in this mode there is no FFN rank to look at.
     let metrics = FfnEngineMetrics::new(&Metrics::new())?;
-    let options = EngineOptions { max_rows, max_batch_rows: max_rows, metrics, inject_delay: Duration::ZERO };
+    let options =
+        EngineOptions { max_rows, max_batch_rows: max_rows, metrics, inject_delay: Duration::ZERO, routing };
     ffn_svc::engine::spawn(model, options).map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 
-fn local_model(loaded: &Loaded, gate: GatePlacement) -> Result<FfnModel, ServeError> {
-    FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate)
+/// One shard has every expert, whatever a placement says.
+fn local_model(loaded: &Loaded) -> Result<FfnModel, ServeError> {
+    FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, loaded.experts.gate)
         .map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 

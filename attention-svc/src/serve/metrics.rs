@@ -95,6 +95,12 @@ pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> 
     show("afd_ffn_losses_total", "FFN ranks lost.", 1.0, |s| &s.losses)?;
     show("afd_hop_replays_total", "Parts of hops sent again.", 1.0, |s| &s.replays)?;
     show("afd_plans_dropped_total", "Plans that did not fit a queue.", 1.0, |s| &s.plans_dropped)?;
+    let sent = Arc::clone(stats);
+    let help = "Rows sent to each shard: fewer than all with the gate on attention.";
+    metrics.read_when_asked(ReadKind::Counter, "afd_hop_shard_rows_total", help, &["shard"], move || {
+        let rows = sent.shard_rows().into_iter().enumerate();
+        rows.map(|(shard, rows)| Sample { labels: vec![shard.to_string()], value: rows as f64 }).collect()
+    })?;
     let help = "From a hop's sending to one shard's answer, by kind of link.";
     let hop_seconds = metrics.histograms("afd_hop_seconds", help, &["kind"], &SECONDS)?;
     // Registered twice it would have been refused above.

@@ -72,6 +72,14 @@ pub enum ServeError {
     /// `generation_config.json`
     #[error("--model: {0}")]
     Generation(String),
+    /// `--placement`
+    #[error("--placement {path}: {what}")]
+    Placement {
+        /// Which file.
+        path: String,
+        /// What is wrong with it, by the names in it.
+        what: String,
+    },
     /// The FFN half of the model, or its engine, in this process.
     #[error("--ffn local: {0}")]
     LocalFfn(String),
@@ -98,7 +106,13 @@ pub enum ServeError {
 impl ServeError {
     /// Whether another command line would have helped.
     pub fn is_usage(&self) -> bool {
-        matches!(self, Self::Option(_) | Self::Device(_) | Self::EngineStart(EngineStartError::Config(_)))
+        matches!(
+            self,
+            Self::Option(_)
+                | Self::Placement { .. }
+                | Self::Device(_)
+                | Self::EngineStart(EngineStartError::Config(_))
+        )
     }
 }
 
@@ -130,9 +144,9 @@ impl Server {
         let metrics = Metrics::new();
 
         let (model_config, capacity) = (config.model.clone(), config.capacity.clone());
-        let gate = config.ffn.gate;
-        let loaded =
-            tokio::task::spawn_blocking(move || model::load(&model_config, &capacity, gate)).await??;
+        let ffn_config = config.ffn.clone();
+        let load = move || model::load(&model_config, &capacity, &ffn_config);
+        let loaded = tokio::task::spawn_blocking(load).await??;
         let (way, ffn) = ffn::open(&config, &loaded).await?;
         let engine_config = loaded.engine_config(&config);
         let engine_metrics = Arc::default();

@@ -1,13 +1,18 @@
 //! What a rank takes from the checkpoint: the attention half, the text files, and how large everything is.
+use std::path::PathBuf;
+use std::sync::Arc;
+
 use afd_common::config::model::{FfnConfig, ModelConfig, Selection};
 use afd_common::frame::{RowType, SideKind};
-use afd_common::identity::{self, GatePlacement};
+use afd_common::identity::{self, ExpertRules, GatePlacement};
+use afd_common::placement::PlacementFile;
 use afd_common::proto::v1;
+use afd_common::routing::Routing;
 use afd_common::weights::Weights;
 
 use super::ServeError;
 use crate::api::ServedModel;
-use crate::config::{CapacityConfig, KvMemory, KvPlan, LoadFormat, ModelSource, ServeConfig};
+use crate::config::{CapacityConfig, FfnTarget, KvMemory, KvPlan, LoadFormat, ModelSource, ServeConfig};
 use crate::device::Gpu;
 use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};
@@ -21,6 +26,7 @@ pub(super) struct Loaded {
     pub(super) text: Text,
     pub(super) served: ServedModel,
     pub(super) identity: v1::ModelIdentity,
+    pub(super) experts: ExpertRules,
     pub(super) weights: Weights,
     kv: KvPlan,
 }
@@ -29,7 +35,7 @@ pub(super) struct Loaded {
 pub(super) fn load(
     source: &ModelSource,
     capacity: &CapacityConfig,
-    gate: GatePlacement,
+    ffn: &crate::config::FfnConfig,
 ) -> Result<Loaded, ServeError> {
     let config = ModelConfig::load(&source.folder)?;
     let rows = source.dtype.resolve(config.dtype);
@@ -48,7 +54,8 @@ pub(super) fn load(
         memory,
     )?;
     let mut attention = AttentionModel::load(&config, &weights, kv.max_model_len)?;
-    if gate == GatePlacement::Attention {
+    let experts = expert_rules(ffn, &config)?;
+    if experts.gate == GatePlacement::Attention {
         attention.load_gates(&weights)?;
     }
     let cache = KvCache::new_on(
@@ -66,7 +73,7 @@ pub(super) fn load(
     if let Err(why) = &text.chat {
         tracing::warn!(why, "chat completions will be refused");
     }
-    let identity = identity::model_identity(&config, weights.fingerprint(), rows, gate);
+    let identity = identity::model_identity(&config, weights.fingerprint(), rows, &experts);
     let served =
         ServedModel::new(&source.folder, source.name.clone(), &config, kv.max_model_len, identity.clone())
             .map_err(ServeError::Generation)?;
@@ -95,7 +102,21 @@ pub(super) fn load(
         None => attention,
         Some(gpu) => attention.on(gpu, capacity.graphs.clone())?,
     };
-    Ok(Loaded { attention, config, rows, text, served, identity, weights, kv })
+    Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, kv })
+}
+
+fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<ExpertRules, ServeError> {
+    let read = |path: &PathBuf| {
+        let failed = |what| ServeError::Placement { path: path.display().to_string(), what };
+        let num_shards = (ffn.target == FfnTarget::Local).then_some(1);
+        let placement = PlacementFile::read(path).map_err(failed)?.placement(config, num_shards);
+        placement.map(Arc::new).map_err(|error| failed(error.to_string()))
+    };
+    if ffn.routing == Routing::Balanced {
+        tracing::warn!("{}", Routing::WARNING);
+    }
+    let placement = ffn.placement.as_ref().map(read).transpose()?;
+    Ok(ExpertRules { gate: ffn.gate, routing: ffn.routing, placement })
 }
 
 fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Result<Weights, ServeError> {

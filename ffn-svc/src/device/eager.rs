@@ -56,15 +56,21 @@ fn shared(stack: &Stack, x: &Tensor) -> Result<Option<Tensor>, TchError> {
 /// The routed experts of this shard; `[rows, hidden]` f32.
 fn experts(stack: &Stack, routed: &Routed, x: &Tensor) -> Result<Tensor, TchError> {
     let (rows, device) = (x.size()[0], x.device());
-    let (first, here, top_k) = (routed.local.start as i64, routed.local.len() as i64, stack.shape.top_k as i64);
+    let (first, here, top_k) =
+        (routed.local.start as i64, routed.local.len() as i64, stack.shape.top_k as i64);
     let Selected { ids, weights } = routed.selector.select(&routed.router.logits(x)?)?;
     // Experts of other shards sort behind all of ours, and their rows are in no group.
     let ids = ids.f_sub_scalar(first)?;
     let elsewhere = ids.f_lt(0)?.f_logical_or(&ids.f_ge(here)?)?;
     let ids = ids.f_masked_fill(&elsewhere, here)?.f_view([-1])?;
     let (sorted, order) = ids.f_sort_stable(true, 0, false)?;
-    let ends = Tensor::f_arange(here, (Kind::Int64, device))?
-        .f_searchsorted(&sorted, true, true, "right", None::<&Tensor>)?;
+    let ends = Tensor::f_arange(here, (Kind::Int64, device))?.f_searchsorted(
+        &sorted,
+        true,
+        true,
+        "right",
+        None::<&Tensor>,
+    )?;
     let gathered = x.f_index_select(0, &order.f_divide_scalar_mode(top_k, "floor")?)?;
     let grouped = |rows: &Tensor, weight: &Tensor| {
         let weight = weight.f_narrow(0, 0, here)?.f_transpose(1, 2)?;

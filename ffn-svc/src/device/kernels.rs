@@ -57,7 +57,14 @@ impl DeviceFfn {
             .collect::<Result<Vec<_>, FfnModelError>>()?;
         let output = if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 };
         let hidden = stacks.first().map_or(0, |stack| stack.shape.hidden);
-        Ok(Self { device: device.clone(), output, hidden, layers, compiled: HashMap::new(), prepared: [false; CLASSES.len()] })
+        Ok(Self {
+            device: device.clone(),
+            output,
+            hidden,
+            layers,
+            compiled: HashMap::new(),
+            prepared: [false; CLASSES.len()],
+        })
     }
 
     /// Bytes of a row that comes in: bf16.
@@ -138,7 +145,6 @@ impl DeviceFfn {
 /// Index into [`CLASSES`].
 fn class_of(rows: usize) -> Result<usize, GpuError> {
     let class = CLASSES.iter().position(|&most| rows <= most).filter(|_| rows > 0);
-    class.ok_or_else(|| GpuError::Unsupported {
-        what: format!("{rows} rows of 1 to {}", DeviceFfn::MAX_ROWS),
-    })
+    class
+        .ok_or_else(|| GpuError::Unsupported { what: format!("{rows} rows of 1 to {}", DeviceFfn::MAX_ROWS) })
 }

@@ -163,7 +163,7 @@ impl Stack {
             side_columns: 0,
             num_experts: self.shape.num_experts,
             experts_per_token: self.shape.top_k,
-            local_experts: self.routed.as_ref().map_or(0..0, |routed| routed.local.clone()),
+            local_experts: self.routed.as_ref().map_or_else(Vec::new, |routed| routed.local.clone().collect()),
         }
     }
 }
@@ -180,9 +180,7 @@ impl Routed {
         let names = FfnNames::new(architecture, index);
         let num_experts = moe.num_experts as i64;
         let bias = match moe.router.selection {
-            Selection::NoAuxTc { .. } => {
-                Some(weights.tensor_f32(&names.correction_bias(), &[num_experts])?)
-            }
+            Selection::NoAuxTc { .. } => Some(weights.tensor_f32(&names.correction_bias(), &[num_experts])?),
             _ => None,
         };
         Ok(Self {
@@ -233,9 +231,11 @@ impl Room {
             for (piece, begin) in (0..part.len()).step_by(size).enumerate() {
                 let len = size.min(part.len() - begin) as i64;
                 let to = |to: Tensor| to.f_narrow(0, (half * size) as i64, len);
-                let filled = self.gate_up.f_get((at + piece) as i64).and_then(to).and_then(|mut to| {
-                    to.f_copy_(&from.f_narrow(0, begin as i64, len)?)
-                });
+                let filled = self
+                    .gate_up
+                    .f_get((at + piece) as i64)
+                    .and_then(to)
+                    .and_then(|mut to| to.f_copy_(&from.f_narrow(0, begin as i64, len)?));
                 filled.map_err(named(&name))?;
             }
             weights.release(&name);
@@ -244,9 +244,11 @@ impl Room {
         let from = weights.columns(&name, &[self.hidden as i64, whole as i64], part.clone())?;
         for (piece, begin) in (0..part.len()).step_by(size).enumerate() {
             let len = size.min(part.len() - begin) as i64;
-            let filled = self.down.f_get((at + piece) as i64).and_then(|to| to.f_narrow(1, 0, len)).and_then(
-                |mut to| to.f_copy_(&from.f_narrow(1, begin as i64, len)?),
-            );
+            let filled = self
+                .down
+                .f_get((at + piece) as i64)
+                .and_then(|to| to.f_narrow(1, 0, len))
+                .and_then(|mut to| to.f_copy_(&from.f_narrow(1, begin as i64, len)?));
             filled.map_err(named(&name))?;
         }
         weights.release(&name);

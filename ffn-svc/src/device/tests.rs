@@ -138,7 +138,8 @@ fn kernels_and_libtorch_agree_on_a_gpu() {
                 stream.synchronize().unwrap();
                 let size = [num_rows as i64, 256];
                 let found = afd_ffi::cuda::view(&device, &output, &size, wanted.kind()).unwrap();
-                let distance = distance(&found.to_device(tch::Device::Cpu), &wanted.to_device(tch::Device::Cpu));
+                let distance =
+                    distance(&found.to_device(tch::Device::Cpu), &wanted.to_device(tch::Device::Cpu));
                 assert!(distance < 1e-2, "{shard}, {layer}, {num_rows} rows: {distance}");
             }
         }

@@ -12,9 +12,12 @@ use std::time::Duration;
 
 use afd_common::frame::FrameHeader;
 use afd_common::link::{Doorbell, HopLink};
+use afd_common::routing::Routing;
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use tokio::sync::{oneshot, watch};
+
+use crate::model::ExpertCounts;
 
 mod accounts;
 mod hop_error;
@@ -41,6 +44,8 @@ pub struct EngineOptions {
     pub metrics: EngineMetrics,
     /// Added to the time that every batch takes; zero but for looking at a rank that is slow.
     pub inject_delay: Duration,
+    /// Who chooses experts, where this role does.
+    pub routing: Routing,
 }
 
 /// Links of one session, so that they can be ended together.
@@ -58,7 +63,7 @@ pub enum EngineEnd {
 
 /// What other threads say to the engine.
 enum Command {
-    Adopt { link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag },
+    Adopt { link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag, rank: u32 },
     CloseSession { session: SessionTag, reason: String },
     Call(Call),
     Stop { reason: String },
@@ -78,6 +83,7 @@ pub struct EngineHandle {
     spec: Arc<StageSpec>,
     ended: watch::Receiver<Option<EngineEnd>>,
     metrics: EngineMetrics,
+    expert_counts: Option<Arc<ExpertCounts>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -90,6 +96,7 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
     let (end, ended) = watch::channel(None);
     let (bell, spec, metrics) = (Doorbell::default(), Arc::new(model.spec()), options.metrics.clone());
     let bell_here = bell.clone();
+    let expert_counts = model.expert_counts();
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         let run = || run(model, options, inbox, bell_here);
         let outcome = match catch_unwind(AssertUnwindSafe(run)) {
@@ -102,7 +109,8 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
         // Nobody may be left to hear it.
         let _ = end.send(Some(outcome));
     })?;
-    Ok(EngineHandle { commands, bell, spec, ended, metrics, thread: Mutex::new(Some(thread)) })
+    let thread = Mutex::new(Some(thread));
+    Ok(EngineHandle { commands, bell, spec, ended, metrics, expert_counts, thread })
 }
 
 fn run(model: impl StageModel, options: EngineOptions, inbox: Receiver<Command>, bell: Doorbell) {
@@ -126,6 +134,11 @@ impl EngineHandle {
         &self.metrics
     }
 
+    /// How often experts were chosen, where the model counts that.
+    pub fn expert_counts(&self) -> Option<&ExpertCounts> {
+        self.expert_counts.as_deref()
+    }
+
     /// What every link of this engine must ring.
     pub fn bell(&self) -> Doorbell {
         self.bell.clone()
@@ -134,12 +147,18 @@ impl EngineHandle {
     /// Serves a link that belongs to no session, for the life of the engine.
     pub fn adopt(&self, link: Box<dyn HopLink>) {
         let accounts = Arc::new(StepAccounts::new(self.spec.layers.len() as u16, false));
-        self.adopt_for(link, accounts, SessionTag(0));
+        self.adopt_for(link, accounts, SessionTag(0), 0);
     }
 
-    /// Serves a link of a session and keeps the session's accounts.
-    pub fn adopt_for(&self, link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag) {
-        self.tell(Command::Adopt { link, accounts, session });
+    /// Serves a link of a session, which is attention rank `rank`'s, and keeps the session's accounts.
+    pub fn adopt_for(
+        &self,
+        link: Box<dyn HopLink>,
+        accounts: Arc<StepAccounts>,
+        session: SessionTag,
+        rank: u32,
+    ) {
+        self.tell(Command::Adopt { link, accounts, session, rank });
     }
 
     /// Ends the links of a session; their queued hops are dropped.

@@ -1,10 +1,12 @@
 //! What the engine asks of a model: a description of every layer, and one layer's FFN on some rows. [`FfnModel`] is the
 //! real one; tests have smaller ones.
+use std::sync::Arc;
+
 use afd_common::frame::{RowType, SideKind};
 use afd_common::ids::{LayerIdx, Shard};
 use tch::{Kind, Tensor};
 
-use crate::model::{FfnModel, LayerSpec, Side};
+use crate::model::{ExpertCounts, FfnModel, LayerSpec, Side};
 
 /// The model as the engine sees it. It is used by one thread, the one that owns the device.
 pub trait StageModel: Send + 'static {
@@ -17,6 +19,11 @@ pub trait StageModel: Send + 'static {
     /// # Errors
     /// What is wrong with these rows or their side tensors. The model stays usable.
     fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String>;
+
+    /// How often each expert was chosen, where that is counted.
+    fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {
+        None
+    }
 }
 
 /// What a model takes and returns.
@@ -77,6 +84,10 @@ impl StageModel for FfnModel {
     fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
         self.forward(layer, rows, side).map_err(|error| error.to_string())
     }
+
+    fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {
+        Some(self.expert_counts())
+    }
 }
 
 impl From<&LayerSpec> for LayerInputs {
@@ -86,7 +97,7 @@ impl From<&LayerSpec> for LayerInputs {
             side_columns: spec.side_columns as u32,
             num_experts: spec.num_experts as u32,
             experts_per_token: spec.experts_per_token as u32,
-            local_experts: spec.local_experts.clone().map(|id| id as u32).collect(),
+            local_experts: spec.local_experts.iter().map(|id| *id as u32).collect(),
         }
     }
 }

@@ -75,6 +75,7 @@ fn bench(shard: Shard, gated: bool) -> Bench {
         max_batch_rows: 16,
         metrics: EngineMetrics::new(&metrics).unwrap(),
         inject_delay: Duration::ZERO,
+        routing: Routing::Model,
     };
     Bench { engine: spawn(model, options).unwrap(), batches, open_gate, metrics }
 }
@@ -98,7 +99,7 @@ impl Bench {
         let bell = Doorbell::default();
         let ours = (limits("F0"), bell.clone());
         let (link, theirs) = loopback::pair(ours, (limits(&format!("A{name}")), self.engine.bell()));
-        self.engine.adopt_for(Box::new(theirs), Arc::clone(accounts), SessionTag(name));
+        self.engine.adopt_for(Box::new(theirs), Arc::clone(accounts), SessionTag(name), name as u32);
         Caller { link, bell }
     }
 

@@ -6,17 +6,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use afd_common::frame::{FrameHeader, FrameKind, SideKind};
 use afd_common::ids::{Epoch, HopKey, LayerIdx, StageIdx, StepId};
 use afd_common::link::{Doorbell, HopLink, InFrame, LinkError};
+use afd_common::routing::{Routing, balanced_ids};
 use afd_ffi::memory;
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, TryRecvError};
-use tch::{Device, Tensor};
+use tch::{Device, TchError, Tensor};
 use tokio::sync::oneshot;
 
 use super::accounts::{HopTimes, StepAccounts};
 use super::hop_error::{self, HopError};
 use super::staging::{HopBytes, Staging};
-use super::{Call, Command, EngineMetrics, EngineOptions, SessionTag, StageModel, StageSpec};
+use super::{Call, Command, EngineMetrics, EngineOptions, LayerInputs, SessionTag, StageModel, StageSpec};
 use crate::hop_queue::{HopQueue, QueuedHop, SourceId};
+use crate::model::Side;
 
 /// Where hops of [`Call`]s come from.
 const CALLS: SourceId = SourceId(0);
@@ -45,6 +47,8 @@ struct Source {
     link: Box<dyn HopLink>,
     accounts: Arc<StepAccounts>,
     session: SessionTag,
+    /// The attention rank at its other end.
+    rank: u32,
     /// Hops answered with an error.
     failed_hops: u64,
 }
@@ -149,7 +153,9 @@ impl<M: StageModel> Worker<M> {
     fn hear(&mut self) -> Heard {
         loop {
             match self.inbox.try_recv() {
-                Ok(Command::Adopt { link, accounts, session }) => self.adopt(link, accounts, session),
+                Ok(Command::Adopt { link, accounts, session, rank }) => {
+                    self.adopt(link, accounts, session, rank);
+                }
                 Ok(Command::CloseSession { session, reason }) => self.close_session(session, &reason),
                 Ok(Command::Call(call)) => self.queue_call(call),
                 Ok(Command::Stop { reason }) => return Heard::Stop { reason },
@@ -159,14 +165,14 @@ impl<M: StageModel> Worker<M> {
         }
     }
 
-    fn adopt(&mut self, link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag) {
+    fn adopt(&mut self, link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag, rank: u32) {
         let id = SourceId(self.next_source);
         self.next_source += 1;
         tracing::info!(peer = %link.limits().peer, kind = %link.limits().kind, epoch = link.limits().epoch.0, "link up");
         self.metrics().links.with_label_values(&[&link.limits().kind.to_string()]).inc();
         self.metrics().book.handle_up(link.as_ref());
         self.queue.open(id);
-        self.sources.push(Source { id, link, accounts, session, failed_hops: 0 });
+        self.sources.push(Source { id, link, accounts, session, rank, failed_hops: 0 });
     }
 
     fn close_session(&mut self, session: SessionTag, reason: &str) {
@@ -287,6 +293,7 @@ impl<M: StageModel> Worker<M> {
             .staging
             .side(bytes, hidden * dtype.bytes(), side_kind, side_columns as usize)
             .map_err(|error| failed(error.to_string()))?;
+        let side = self.balanced(layer, hops).map_err(|error| failed(error.to_string()))?.unwrap_or(side);
         let output = self.model.forward(layer, &input, &side).map_err(failed)?;
         let expected = [rows as i64, hidden as i64];
         if output.size() != expected {
@@ -298,6 +305,27 @@ impl<M: StageModel> Worker<M> {
             .and_then(|output| output.f_contiguous())
             .map(Some)
             .map_err(|error| failed(error.to_string()))
+    }
+
+    /// The choice of `--routing balanced` for a layer that is routed here; `None` with the model's own routing.
+    fn balanced(&self, layer: LayerIdx, hops: &[QueuedHop<Waiting>]) -> Result<Option<Side>, TchError> {
+        let inputs = self.spec.layers.get(usize::from(layer.0));
+        let routed_here = |inputs: &&LayerInputs| inputs.num_experts > 0 && inputs.side != SideKind::TopK;
+        let Some(inputs) = inputs.filter(routed_here).filter(|_| self.options.routing == Routing::Balanced)
+        else {
+            return Ok(None);
+        };
+        let (top_k, num_experts) = (inputs.experts_per_token as usize, inputs.num_experts as usize);
+        let mut ids = Vec::new();
+        for hop in hops {
+            // A call of its own, outside any link, counts as rank 0.
+            let rank = self.source(hop.source).map_or(0, |source| source.rank);
+            balanced_ids(&mut ids, rank, hop.key, hop.rows as usize, top_k, num_experts);
+        }
+        let shape = [-1, top_k as i64];
+        let weights = vec![1.0 / top_k as f32; ids.len()];
+        let ids = Tensor::f_from_slice(&ids)?.f_view(shape)?;
+        Ok(Some(Side::TopK { ids, weights: Tensor::f_from_slice(&weights)?.f_view(shape)? }))
     }
 
     /// Sends every hop its slice of `output`, in the order in which the rows were put together.

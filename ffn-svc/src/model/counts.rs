@@ -1,5 +1,4 @@
 //! How often each expert was chosen: what `expert imbalance` is computed from, and what placements are proposed by.
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use afd_common::ids::LayerIdx;
@@ -9,12 +8,12 @@ use super::LayerSpec;
 /// Rows given to each local expert of each layer since the process started.
 #[derive(Debug)]
 pub struct ExpertCounts {
-    layers: Vec<(Range<usize>, Vec<AtomicU64>)>,
+    layers: Vec<(Vec<usize>, Vec<AtomicU64>)>,
 }
 
 impl ExpertCounts {
     pub(crate) fn new(specs: &[LayerSpec]) -> Self {
-        let zeros = |spec: &LayerSpec| spec.local_experts.clone().map(|_| AtomicU64::new(0)).collect();
+        let zeros = |spec: &LayerSpec| spec.local_experts.iter().map(|_| AtomicU64::new(0)).collect();
         Self { layers: specs.iter().map(|spec| (spec.local_experts.clone(), zeros(spec))).collect() }
     }
 
@@ -30,6 +29,6 @@ impl ExpertCounts {
     /// `(expert id, rows)` of this shard's experts in a layer; empty for a dense or unknown one.
     pub fn of_layer(&self, layer: LayerIdx) -> Vec<(usize, u64)> {
         let Some((experts, counts)) = self.layers.get(usize::from(layer.0)) else { return Vec::new() };
-        experts.clone().zip(counts.iter().map(|count| count.load(Ordering::Relaxed))).collect()
+        experts.iter().copied().zip(counts.iter().map(|count| count.load(Ordering::Relaxed))).collect()
     }
 }

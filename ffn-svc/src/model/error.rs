@@ -10,6 +10,12 @@ pub enum FfnModelError {
     /// A weight is missing or wrong; the message names the tensor.
     #[error(transparent)]
     Weights(#[from] WeightError),
+    /// The placement of experts is another model's, or another deployment's.
+    #[error("the placement of experts {what}")]
+    Placement {
+        /// Found and expected.
+        what: String,
+    },
     /// The model has no such layer.
     #[error("{layer} of {count} layers")]
     UnknownLayer {

@@ -39,12 +39,13 @@ impl Experts {
         names: &FfnNames,
         hidden: usize,
         moe: &MoeConfig,
-        local: Range<usize>,
+        local: &[usize],
     ) -> Result<Self, WeightError> {
         let intermediate = moe.intermediate_size;
         let experts = local
+            .iter()
             .map(|index| {
-                let [gate, up, down] = names.expert(index);
+                let [gate, up, down] = names.expert(*index);
                 let down_name = format!("{down}.weight");
                 let down = weights.tensor(&down_name, &[hidden as i64, intermediate as i64])?;
                 let gate_up = GateUp::load(weights, [&gate, &up], hidden, intermediate, 0..intermediate)?;

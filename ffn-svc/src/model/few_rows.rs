@@ -63,6 +63,11 @@ impl FewRows {
         MlpRows { mlp, rows: &self.every_row[..num_rows], scales: &self.ones[..num_rows] }
     }
 
+    /// An MLP that gets some of the rows, at most as many as [`are`](Self::are) few.
+    pub(super) fn some_of<'a>(&'a self, mlp: &'a StoredMlp, rows: &'a [i64]) -> MlpRows<'a> {
+        MlpRows { mlp, rows, scales: &self.ones[..rows.len()] }
+    }
+
     /// Rows that are not few, in the dtype to compute them in.
     pub(super) fn else_widened(&self, x: &Tensor) -> Result<Tensor, TchError> {
         if self.widen && x.device() == Device::Cpu { x.f_to_kind(Kind::Float) } else { Ok(x.shallow_clone()) }

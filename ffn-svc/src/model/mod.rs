@@ -11,6 +11,7 @@ use afd_common::frame::SideKind;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::FfnNames;
+use afd_common::placement::Placement;
 use afd_common::weights::Weights;
 use tch::{Kind, Tensor};
 
@@ -30,6 +31,7 @@ pub use error::FfnModelError;
 
 use dense::GatedMlp;
 use few_rows::FewRows;
+use grouping::LocalExperts;
 use moe::MixtureOfExperts;
 
 /// Side tensors of a hop, as they came with it.
@@ -73,8 +75,8 @@ pub struct LayerSpec {
     pub num_experts: usize,
     /// Experts chosen per row; 0 when it is dense.
     pub experts_per_token: usize,
-    /// Ids of the experts of this shard.
-    pub local_experts: std::ops::Range<usize>,
+    /// Ids of the experts of this shard, ascending.
+    pub local_experts: Vec<usize>,
 }
 
 /// Weights of one shard of every layer's FFN.
@@ -93,12 +95,11 @@ pub struct FfnModel {
 #[derive(Debug)]
 enum Layer {
     Dense(GatedMlp),
-    Moe(MixtureOfExperts),
+    Moe(Box<MixtureOfExperts>),
 }
 
 impl FfnModel {
-    /// Takes this shard's part of every layer from the checkpoint: a slice of the intermediate dimension of dense MLPs
-    /// and shared experts, whole routed experts, and the routers if they are placed here. Reads nothing else.
+    /// [`load_placed`](Self::load_placed) with every shard having a contiguous part of the experts.
     ///
     /// # Errors
     /// [`FfnModelError::Weights`] names the tensor; a retry does not help.
@@ -108,6 +109,31 @@ impl FfnModel {
         shard: Shard,
         gate: GatePlacement,
     ) -> Result<Self, FfnModelError> {
+        Self::load_placed(config, weights, shard, gate, &Placement::contiguous(config, shard.count()))
+    }
+
+    /// Takes this shard's part of every layer from the checkpoint: a slice of the intermediate dimension of dense MLPs,
+    /// the routed experts that `placement` gives it, whole, the routers if they are placed here, and of shared experts a
+    /// slice or, with the gate on attention, all: rows then come only to the shards that serve one of their experts. Reads
+    /// nothing else.
+    ///
+    /// # Errors
+    /// [`FfnModelError`] names the tensor, or the shard counts that differ; a retry does not help.
+    pub fn load_placed(
+        config: &ModelConfig,
+        weights: &Weights,
+        shard: Shard,
+        gate: GatePlacement,
+        placement: &Placement,
+    ) -> Result<Self, FfnModelError> {
+        let misplaced = |what: String| FfnModelError::Placement { what };
+        if placement.num_shards() != shard.count() {
+            return Err(misplaced(format!(
+                "has {} shards, expected {}",
+                placement.num_shards(),
+                shard.count()
+            )));
+        }
         let hidden = config.hidden_size;
         let mut layers = Vec::with_capacity(config.layers.len());
         let mut specs = Vec::with_capacity(config.layers.len());
@@ -126,9 +152,15 @@ impl FfnModel {
                     (Layer::Dense(mlp), LayerSpec::dense())
                 }
                 FfnConfig::Moe(moe) => {
-                    let layer = MixtureOfExperts::load(config, weights, index, moe, shard, gate)?;
+                    let placed =
+                        placement.layer(index).filter(|placed| placed.num_experts() == moe.num_experts);
+                    let placed = placed.ok_or_else(|| {
+                        misplaced(format!("says nothing of the {} experts of layer {index}", moe.num_experts))
+                    })?;
+                    let local = LocalExperts::new(placed, shard);
+                    let layer = MixtureOfExperts::load(config, weights, index, moe, shard, gate, local)?;
                     let spec = layer.spec();
-                    (Layer::Moe(layer), spec)
+                    (Layer::Moe(Box::new(layer)), spec)
                 }
             };
             layers.push(layer);
@@ -232,7 +264,7 @@ impl LayerSpec {
             side_columns: 0,
             num_experts: 0,
             experts_per_token: 0,
-            local_experts: 0..0,
+            local_experts: Vec::new(),
         }
     }
 }

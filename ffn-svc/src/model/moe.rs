@@ -1,22 +1,27 @@
-//! A mixture of experts: route the rows here, or take what attention chose; run the routed experts of this shard and its
-//! slice of the shared ones; add up.
-use std::ops::Range;
+//! A mixture of experts: route the rows here, or take what attention chose; run the routed experts that this shard serves
+//! and its part of the shared ones; add up.
+//!
+//! With the gate on the FFN every shard gets every row, so shared experts are cut into slices. With the gate on attention a
+//! row comes only where an expert of it is served, so they are whole everywhere and each row's are applied by one shard.
+//! Either way the sum over all shards of what they return for a row is the layer's output, whether or not a shard that
+//! serves nothing of the row was asked.
 
 use afd_common::config::model::{ModelConfig, MoeConfig};
 use afd_common::frame::SideKind;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::{FfnNames, Router, Selected, Selector};
+use afd_common::placement::row_salt;
 use afd_common::weights::Weights;
 use afd_ffi::memory;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use super::counts::ExpertCounts;
 use super::dense::GatedMlp;
 use super::error::{At, FfnModelError};
 use super::experts::Experts;
 use super::few_rows::FewRows;
-use super::grouping::{Groups, Unrouted};
+use super::grouping::{Groups, LocalExperts};
 use super::{LayerSpec, Side};
 
 /// This shard's part of a mixture of experts.
@@ -26,11 +31,46 @@ pub(super) struct MixtureOfExperts {
     router: Option<Router>,
     selector: Selector,
     experts: Experts,
-    /// Absent when the model has none, or this shard's slice is empty.
-    shared: Option<GatedMlp>,
-    local: Range<usize>,
+    shared: Shared,
+    local: LocalExperts,
     num_experts: usize,
     top_k: usize,
+}
+
+/// This shard's part of the shared experts.
+#[derive(Debug)]
+enum Shared {
+    /// The model has none, or this shard's slice is empty.
+    None,
+    /// A slice, for every row.
+    Slice(GatedMlp),
+    /// All, for the rows whose first choice this shard serves.
+    Whole(GatedMlp),
+}
+
+impl Shared {
+    fn load(
+        weights: &Weights,
+        names: &FfnNames,
+        hidden: usize,
+        size: usize,
+        shard: Shard,
+        gate: GatePlacement,
+    ) -> Result<Self, FfnModelError> {
+        let load = |shard| GatedMlp::load(weights, &names.shared(), hidden, size, shard, false);
+        Ok(match gate {
+            _ if shard.part_of(size).is_empty() && (size == 0 || gate == GatePlacement::Ffn) => Self::None,
+            GatePlacement::Attention if shard.count() > 1 => Self::Whole(load(Shard::WHOLE)?),
+            _ => Self::Slice(load(shard)?),
+        })
+    }
+}
+
+/// What of a batch is this shard's work.
+struct Work {
+    groups: Groups,
+    /// Rows for shared experts; `None`: all.
+    shared_rows: Option<Vec<i64>>,
 }
 
 impl MixtureOfExperts {
@@ -41,23 +81,19 @@ impl MixtureOfExperts {
         moe: &MoeConfig,
         shard: Shard,
         gate: GatePlacement,
+        local: LocalExperts,
     ) -> Result<Self, FfnModelError> {
         let (architecture, hidden) = (config.architecture, config.hidden_size);
         let names = FfnNames::new(architecture, layer);
-        let local = shard.part_of(moe.num_experts);
         let router = match gate {
             GatePlacement::Ffn => Some(Router::load(weights, architecture, layer, moe, hidden)?),
             GatePlacement::Attention => None,
         };
-        let shared = match moe.shared_intermediate_size {
-            size if shard.part_of(size).is_empty() => None,
-            size => Some(GatedMlp::load(weights, &names.shared(), hidden, size, shard, false)?),
-        };
         Ok(Self {
             router,
             selector: Selector::load(weights, architecture, layer, moe)?,
-            experts: Experts::load(weights, &names, hidden, moe, local.clone())?,
-            shared,
+            experts: Experts::load(weights, &names, hidden, moe, local.ids())?,
+            shared: Shared::load(weights, &names, hidden, moe.shared_intermediate_size, shard, gate)?,
             local,
             num_experts: moe.num_experts,
             top_k: moe.experts_per_token,
@@ -75,7 +111,7 @@ impl MixtureOfExperts {
             side_columns,
             num_experts: self.num_experts,
             experts_per_token: self.top_k,
-            local_experts: self.local.clone(),
+            local_experts: self.local.ids().to_vec(),
         }
     }
 
@@ -89,19 +125,27 @@ impl MixtureOfExperts {
         few_rows: &FewRows,
     ) -> Result<Tensor, FfnModelError> {
         let selected = self.route(layer, x, side)?;
-        let groups = self.group(layer, &selected)?;
-        for (expert, items) in &groups.experts {
+        let work = self.share_out(layer, x, &selected)?;
+        for (expert, items) in &work.groups.experts {
             counts.add(layer, *expert, items.len());
         }
-        if let Some(sum) = self.forward_few(layer, x, &groups, few_rows)? {
+        if let Some(sum) = self.forward_few(layer, x, &work, few_rows)? {
             return Ok(sum);
         }
         let x = few_rows.else_widened(x).at(layer, "widening")?;
-        let routed = self.experts.forward(&x, &groups).at(layer, "experts")?;
-        match &self.shared {
-            None => Ok(routed),
-            Some(shared) => {
-                shared.forward(&x).and_then(|shared| routed.f_add(&shared)).at(layer, "shared experts")
+        let routed = self.experts.forward(&x, &work.groups).at(layer, "experts")?;
+        self.add_shared(&x, routed, work.shared_rows.as_deref()).at(layer, "shared experts")
+    }
+
+    /// Adds the shared experts' output for some rows, or for all, to `sum`, `[rows, hidden]` f32.
+    fn add_shared(&self, x: &Tensor, mut sum: Tensor, rows: Option<&[i64]>) -> Result<Tensor, TchError> {
+        match (&self.shared, rows) {
+            (Shared::None, _) | (_, Some([])) => Ok(sum),
+            (Shared::Slice(mlp) | Shared::Whole(mlp), None) => sum.f_add(&mlp.forward(x)?),
+            (Shared::Slice(mlp) | Shared::Whole(mlp), Some(rows)) => {
+                let rows = Tensor::f_from_slice(rows)?.f_to_device(x.device())?;
+                let shared = mlp.forward(&x.f_index_select(0, &rows)?)?.f_to_kind(Kind::Float)?;
+                sum.f_index_add_(0, &rows, &shared)
             }
         }
     }
@@ -111,19 +155,27 @@ impl MixtureOfExperts {
         &self,
         layer: LayerIdx,
         x: &Tensor,
-        groups: &Groups,
+        work: &Work,
         few_rows: &FewRows,
     ) -> Result<Option<Tensor>, FfnModelError> {
         let num_rows = x.size()[0] as usize;
+        let groups = &work.groups;
         let fullest = groups.experts.iter().map(|(_, items)| items.len()).max().unwrap_or(0);
-        let fullest = if self.shared.is_some() { num_rows } else { fullest };
-        if !few_rows.are(fullest) {
+        let num_shared = match &self.shared {
+            Shared::None => 0,
+            Shared::Slice(_) | Shared::Whole(_) => work.shared_rows.as_ref().map_or(num_rows, Vec::len),
+        };
+        if !few_rows.are(fullest.max(num_shared)) {
             return Ok(None);
         }
         let Some(mut mlps) = self.experts.as_few_rows(groups) else { return Ok(None) };
-        if let Some(shared) = &self.shared {
+        if let Shared::Slice(shared) | Shared::Whole(shared) = &self.shared {
             let Some(mlp) = shared.stored() else { return Ok(None) };
-            mlps.push(few_rows.all_of(mlp, num_rows));
+            match &work.shared_rows {
+                None => mlps.push(few_rows.all_of(mlp, num_rows)),
+                Some(rows) if rows.is_empty() => {}
+                Some(rows) => mlps.push(few_rows.some_of(mlp, rows)),
+            }
         }
         few_rows.forward(layer, x, &mlps).map(Some)
     }
@@ -146,7 +198,8 @@ impl MixtureOfExperts {
                 check(layer, "router_logits", logits, [rows, self.num_experts as i64], Kind::Float)?;
                 self.selector.select(logits).at(layer, "expert selection")
             }
-            (None, Side::TopK { ids, weights }) => {
+            // Whoever chose, a choice is a choice: attention, or the cycle of `--routing balanced`.
+            (_, Side::TopK { ids, weights }) => {
                 let shape = [rows, self.top_k as i64];
                 check(layer, "topk_ids", ids, shape, Kind::Int64)?;
                 check(layer, "topk_weights", weights, shape, Kind::Float)?;
@@ -164,7 +217,8 @@ impl MixtureOfExperts {
         }
     }
 
-    fn group(&self, layer: LayerIdx, selected: &Selected) -> Result<Groups, FfnModelError> {
+    /// Which rows are this shard's to serve, and with which experts.
+    fn share_out(&self, layer: LayerIdx, x: &Tensor, selected: &Selected) -> Result<Work, FfnModelError> {
         let host = |tensor: &Tensor| tensor.f_to_device(Device::Cpu)?.f_contiguous();
         let ids = host(&selected.ids).at(layer, "expert ids")?;
         let weights = host(&selected.weights).at(layer, "expert weights")?;
@@ -178,19 +232,28 @@ impl MixtureOfExperts {
         };
         let ids = memory::i64s(&ids).map_err(unusable("topk_ids"))?;
         let weights = memory::f32s(&weights).map_err(unusable("topk_weights"))?;
-        // Only where this side looked the experts up is it known that such a row is padding.
-        let unrouted = match (&self.router, self.selector.token_ids()) {
-            (Some(_), Some(_)) => Unrouted::Padding,
-            _ => Unrouted::Refused,
-        };
-        let groups = Groups::new(ids, weights, self.top_k, &self.local, self.num_experts, unrouted);
-        groups.map_err(|unknown| FfnModelError::UnknownExpert {
+        let salts = if self.local.has_copies() { salts(x).at(layer, "row salts")? } else { Vec::new() };
+        let groups = Groups::new(ids, weights, self.top_k, &self.local, &salts);
+        let groups = groups.map_err(|unknown| FfnModelError::UnknownExpert {
             layer,
             row: unknown.row,
             expert: unknown.expert,
             num_experts: self.num_experts,
-        })
+        })?;
+        let shared_rows = match self.shared {
+            Shared::Whole(_) => Some(self.local.shared_rows(ids, self.top_k, &salts)),
+            Shared::None | Shared::Slice(_) => None,
+        };
+        Ok(Work { groups, shared_rows })
     }
+}
+
+/// The [`row_salt`] of every row of `x`, `[rows, hidden]` in the dtype it travelled in.
+fn salts(x: &Tensor) -> Result<Vec<u32>, TchError> {
+    let rows = x.size()[0] as usize;
+    let host = x.f_to_device(Device::Cpu)?.f_contiguous()?;
+    let bytes = memory::bytes(&host).map_err(|error| TchError::Torch(error.to_string()))?;
+    Ok(bytes.chunks_exact((bytes.len() / rows.max(1)).max(1)).map(row_salt).collect())
 }
 
 /// Ids below the table's end; negative ones are padding and go on as they are.

@@ -78,10 +78,22 @@ fn sum_of_shards(
     layer: usize,
     x: &Tensor,
 ) -> Tensor {
+    sum_of_placed(config, weights, &Placement::contiguous(config, count), gate, layer, x)
+}
+
+fn sum_of_placed(
+    config: &ModelConfig,
+    weights: &Weights,
+    placement: &Placement,
+    gate: GatePlacement,
+    layer: usize,
+    x: &Tensor,
+) -> Tensor {
     let mut sum: Option<Tensor> = None;
+    let count = placement.num_shards();
     for index in 0..count {
         let shard = Shard::new(index, count).unwrap();
-        let model = FfnModel::load(config, weights, shard, gate).unwrap();
+        let model = FfnModel::load_placed(config, weights, shard, gate, placement).unwrap();
         let side = match (gate, config.moe(layer)) {
             (GatePlacement::Attention, Some(moe)) => {
                 let selected = choose(config, weights, layer, moe, x);
@@ -135,6 +147,44 @@ proptest! {
             prop_assert!(distance(&sum, &expected) < 1e-4, "layer {layer}: {}", distance(&sum, &expected));
         }
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+
+    /// Wherever experts are, copies included: the same sum.
+    #[test]
+    fn a_placement_changes_no_sum(
+        owners in prop::collection::vec(1u8..8, 16),
+        rows_count in 1i64..80,
+        on_attention: bool,
+    ) {
+        // A bit a shard: who has the expert.
+        let lists: Vec<Vec<usize>> = (0..3)
+            .map(|shard| (0..16).filter(|expert| owners[*expert] >> shard & 1 == 1).collect())
+            .collect();
+        let config = config("tiny-deepseek-v2");
+        let file = afd_common::placement::PlacementFile { experts: Some(lists), ..Default::default() };
+        let placement = file.placement(&config, Some(3)).unwrap();
+        let weights = Weights::dummy(&config, Kind::Float, 5);
+        let gate = if on_attention { GatePlacement::Attention } else { GatePlacement::Ffn };
+        let x = rows(rows_count, config.hidden_size);
+        let sum = sum_of_placed(&config, &weights, &placement, gate, 1, &x);
+        prop_assert!(distance(&sum, &naive(&config, &weights, 1, &x)) < 1e-4);
+    }
+}
+
+#[test]
+fn a_placement_of_another_deployment_is_refused() {
+    let config = config("tiny-mixtral");
+    let weights = Weights::dummy(&config, Kind::Float, 5);
+    let load = |config: &ModelConfig, placement: &Placement| {
+        let shard = Shard::new(0, 2).unwrap();
+        FfnModel::load_placed(config, &weights, shard, GatePlacement::Ffn, placement).unwrap_err().to_string()
+    };
+    assert!(load(&config, &Placement::contiguous(&config, 3)).contains("has 3 shards, expected 2"));
+    let other = self::config("tiny-olmoe");
+    assert!(load(&config, &Placement::contiguous(&other, 2)).contains("8 experts of layer 0"));
 }
 
 #[test]
@@ -218,7 +268,7 @@ fn whatever_does_not_fit_is_refused_and_harms_nobody() {
     assert!(refused(&here, layer, &x.to_kind(Kind::BFloat16), &Side::None).contains("BFloat16"));
     assert!(refused(&here, layer, &x.view([128]), &Side::None).contains("[128]"));
     let topk = Side::TopK { ids: ids(7), weights: weights() };
-    assert!(refused(&here, layer, &x, &topk).contains("TopK"));
+    assert_eq!(here.forward(layer, &x, &topk).unwrap().size(), [2, 64], "a choice that was made is taken");
     assert!(refused(&there, layer, &x, &Side::None).contains("None"));
     assert!(refused(&there, layer, &x, &Side::RouterLogits(weights())).contains("router_logits"));
     let beyond = Side::TopK { ids: ids(16), weights: weights() };

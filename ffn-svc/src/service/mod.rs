@@ -45,7 +45,8 @@ pub fn router(
         .into_axum_router()
         .reset_fallback();
     let identity = &sessions.settings().identity;
-    Ok(http::routes(health.clone(), refuse::sentence(identity)).merge(metrics.router()).merge(grpc))
+    let http = http::routes(health.clone(), refuse::sentence(identity), Arc::clone(sessions));
+    Ok(http.merge(metrics.router()).merge(grpc))
 }
 
 /// Whether a call's requests are a stream that lasts as long as the call.

@@ -2,6 +2,7 @@
 //! rank serves go in, an [`Agreement`] or a [`Refusal`] that names the field and both values comes out.
 use std::fmt;
 
+use afd_common::placement::CONTIGUOUS;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
 use subtle::ConstantTimeEq;
 
@@ -201,7 +202,21 @@ fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> R
         caller.activation_dtype().as_str_name(),
         own.activation_dtype().as_str_name(),
     )?;
-    equal("model.gate_placement", caller.gate_placement().as_str_name(), own.gate_placement().as_str_name())
+    equal("model.gate_placement", caller.gate_placement().as_str_name(), own.gate_placement().as_str_name())?;
+    equal("model.placement", placement(caller), placement(own))?;
+    equal("model.routing", routing(caller).as_str_name(), routing(own).as_str_name())
+}
+
+/// Who says nothing has contiguous parts.
+fn placement(model: &v1::ModelIdentity) -> &str {
+    if model.placement.is_empty() { CONTIGUOUS } else { &model.placement }
+}
+
+fn routing(model: &v1::ModelIdentity) -> v1::Routing {
+    match model.routing() {
+        v1::Routing::Unspecified => v1::Routing::Model,
+        said => said,
+    }
 }
 
 fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::LinkKind>, Refusal> {
@@ -239,6 +254,8 @@ mod tests {
             num_layers: 4,
             activation_dtype: v1::Dtype::F32.into(),
             gate_placement: v1::GatePlacement::Ffn.into(),
+            placement: String::new(),
+            routing: v1::Routing::Model.into(),
         }
     }
 
@@ -306,8 +323,13 @@ mod tests {
         fn model(request: &mut v1::JoinRequest) -> &mut v1::ModelIdentity {
             request.model.as_mut().unwrap()
         }
-        let cases: [(Change, [&str; 3]); 9] = [
+        let cases: [(Change, [&str; 3]); 11] = [
             (|r| r.protocol_major = 9, ["protocol_major", "9", "1"]),
+            (|r| model(r).placement = "00ff".into(), ["model.placement", "00ff", "contiguous"]),
+            (
+                |r| model(r).routing = v1::Routing::Balanced.into(),
+                ["model.routing", "ROUTING_BALANCED", "ROUTING_MODEL"],
+            ),
             (|r| model(r).fingerprint = "bb22".into(), ["model.fingerprint", "bb22", "aa11"]),
             (
                 |r| model(r).architecture = "LlamaForCausalLM".into(),

@@ -106,7 +106,7 @@ impl Sessions {
 
     /// Gives an attached link to the engine.
     pub fn adopt(&self, link: Box<dyn HopLink>, session: &Session) {
-        self.engine().adopt_for(link, Arc::clone(&session.accounts), session.tag);
+        self.engine().adopt_for(link, Arc::clone(&session.accounts), session.tag, session.place.rank);
         // The session may have ended between attaching and adopting: the engine heard of that before it had the link.
         if let Some(why) = session.end() {
             self.engine().close_session(session.tag, why);

@@ -80,7 +80,10 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         let floor = (experts + LITE.num_shared as f64) * expert_bytes as f64 / rate;
         let all = |moe: &Moe| {
             graph_us(&stream, 4, || {
-                layers.iter().zip(&x).try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
+                layers
+                    .iter()
+                    .zip(&x)
+                    .try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
             })
         };
         let each = |part: &dyn Fn(&MoeWeights, &Region) -> std::result::Result<(), afd_gpu::GpuError>| {
@@ -136,7 +139,10 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
             let mut moe = Moe::tuned(device, LITE, rows, MoeOutput::Bf16, tuning)?;
             moe.set_overlap(overlap);
             let all = graph_us(&stream, 4, || {
-                layers.iter().zip(&x).try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
+                layers
+                    .iter()
+                    .zip(&x)
+                    .try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
             })?;
             Ok((all / LAYERS as f64, moe))
         };
@@ -237,8 +243,11 @@ fn counts(routes: &[Route]) -> Vec<usize> {
 
 /// Every result row against the reference, poisoned before; also with rows that are padding.
 fn check(device: &Device, stream: &Stream, random: &Random, layer: &MoeWeights) -> Result<String> {
-    let (router, gate_up, down) =
-        (layer.router.as_ref().ok_or("no router")?.read::<bf16>()?, layer.gate_up.read::<bf16>()?, layer.down.read::<bf16>()?);
+    let (router, gate_up, down) = (
+        layer.router.as_ref().ok_or("no router")?.read::<bf16>()?,
+        layer.gate_up.read::<bf16>()?,
+        layer.down.read::<bf16>()?,
+    );
     let mut table = Table::new(
         "MoE layer against the reference",
         &["rows", "real", "logits error", "error", "again equal"],

@@ -1,0 +1,115 @@
+//! Proposes a placement from how often experts were chosen: copies for the hottest, then the largest load first onto the
+//! shard with the least of it (Graham, 1969), no shard holding more experts than an even share. Pure.
+use std::collections::BTreeMap;
+
+use super::{LayerPlacement, PlacementFile};
+
+/// How often the experts of one layer were chosen, by expert.
+pub type ExpertLoad = Vec<u64>;
+
+/// A placement, and what it would have done to the loads it was made from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Proposal {
+    /// For `--placement`.
+    pub file: PlacementFile,
+    /// By layer: the fullest shard's load over the mean, placed contiguously and placed like this.
+    pub imbalance: BTreeMap<usize, (f64, f64)>,
+}
+
+/// Why nothing can be proposed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProposeError {
+    /// There is nothing to choose from.
+    #[error("no layer has counts")]
+    NoCounts,
+    /// Zero, or no meaning.
+    #[error("{shards} shards; expected at least 1")]
+    Shards {
+        /// As asked for.
+        shards: u32,
+    },
+}
+
+/// Places the experts of every layer onto `shards` shards with `copies` further copies a layer (as many as fit: an expert
+/// has at most one on each shard).
+///
+/// # Errors
+/// [`ProposeError`].
+pub fn propose(
+    loads: &BTreeMap<usize, ExpertLoad>,
+    shards: u32,
+    copies: usize,
+) -> Result<Proposal, ProposeError> {
+    if shards == 0 {
+        return Err(ProposeError::Shards { shards });
+    }
+    if loads.values().all(Vec::is_empty) {
+        return Err(ProposeError::NoCounts);
+    }
+    let (mut file, mut imbalance) = (PlacementFile::default(), BTreeMap::new());
+    for (layer, load) in loads.iter().filter(|(_, load)| !load.is_empty()) {
+        let lists = place(load, shards as usize, copies);
+        let before = LayerPlacement::contiguous(load.len(), shards);
+        let after = LayerPlacement::of(&lists, load.len());
+        imbalance.insert(*layer, (imbalance_of(&before, load), imbalance_of(&after, load)));
+        file.layers.insert(layer.to_string(), lists);
+    }
+    Ok(Proposal { file, imbalance })
+}
+
+/// Experts of each shard, ascending.
+fn place(load: &[u64], shards: usize, copies: usize) -> Vec<Vec<usize>> {
+    let num_copies = share_out(load, shards, copies);
+    let total: usize = num_copies.iter().sum();
+    let room = total.div_ceil(shards);
+    // An expert's rows are spread over its copies.
+    let of_copy = |expert: usize| load[expert] as f64 / num_copies[expert] as f64;
+    let mut order: Vec<usize> = (0..load.len()).collect();
+    // More copies first: they need distinct shards with room. Then the heavier; then by number, to be the same every time.
+    order.sort_by(|a, b| {
+        num_copies[*b].cmp(&num_copies[*a]).then(of_copy(*b).total_cmp(&of_copy(*a))).then(a.cmp(b))
+    });
+    let mut lists = vec![Vec::new(); shards];
+    let mut held = vec![0.0f64; shards];
+    for expert in order {
+        let mut by_load: Vec<usize> = (0..shards).collect();
+        by_load.sort_by(|a, b| {
+            let full = |shard: &usize| lists[*shard].len() >= room;
+            full(a)
+                .cmp(&full(b))
+                .then(held[*a].total_cmp(&held[*b]))
+                .then(lists[*a].len().cmp(&lists[*b].len()))
+        });
+        for shard in by_load.into_iter().take(num_copies[expert]) {
+            lists[shard].push(expert);
+            held[shard] += of_copy(expert);
+        }
+    }
+    lists.iter_mut().for_each(|list| list.sort_unstable());
+    lists
+}
+
+/// Copies of each expert, the first included: one more for whoever has the most load a copy, again and again.
+fn share_out(load: &[u64], shards: usize, copies: usize) -> Vec<usize> {
+    let mut num_copies = vec![1; load.len()];
+    for _ in 0..copies {
+        let of_copy = |expert: &usize| load[*expert] as f64 / num_copies[*expert] as f64;
+        let may = (0..load.len()).filter(|expert| num_copies[*expert] < shards && load[*expert] > 0);
+        // The first of equals.
+        let Some(hottest) = may.max_by(|a, b| of_copy(a).total_cmp(&of_copy(b)).then(b.cmp(a))) else {
+            break;
+        };
+        num_copies[hottest] += 1;
+    }
+    num_copies
+}
+
+fn imbalance_of(placed: &LayerPlacement, load: &[u64]) -> f64 {
+    let mut held = vec![0.0f64; placed.num_shards() as usize];
+    for (expert, rows) in load.iter().enumerate() {
+        let owners = placed.owners(expert);
+        owners.iter().for_each(|shard| held[*shard as usize] += *rows as f64 / owners.len() as f64);
+    }
+    let (most, sum) = (held.iter().copied().fold(0.0, f64::max), held.iter().sum::<f64>());
+    if sum > 0.0 { most * held.len() as f64 / sum } else { 1.0 }
+}

@@ -1,0 +1,138 @@
+//! `ffn-svc place`: from what the ranks of a deployment counted (`GET /expert-counts` of each, saved as files) to a file
+//! for `--placement`.
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use afd_common::ids::LayerIdx;
+use afd_common::placement::{ExpertLoad, propose};
+use anyhow::{Context, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::engine::EngineHandle;
+
+/// Options of `ffn-svc place`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct PlaceOptions {
+    /// What a rank answered to GET /expert-counts; once for each shard (or each rank: counts are added up)
+    #[arg(long, value_name = "FILE", required = true)]
+    pub counts: Vec<PathBuf>,
+    /// Shards to place the experts on
+    #[arg(long, value_name = "N")]
+    pub shards: u32,
+    /// Further copies of the hottest experts, in every layer
+    #[arg(long, value_name = "M", default_value_t = 0)]
+    pub copies: usize,
+    /// Where to write the placement, as JSON [default: standard output]
+    #[arg(long, value_name = "FILE.json")]
+    pub out: Option<PathBuf>,
+}
+
+/// What a rank has counted since its start.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertReport {
+    /// Of the rank.
+    pub shard: u32,
+    /// Of the deployment.
+    pub shards: u32,
+    /// Mixtures of experts, by layer.
+    pub layers: BTreeMap<usize, LayerReport>,
+}
+
+/// One layer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerReport {
+    /// Experts of the whole layer.
+    pub num_experts: usize,
+    /// Rows that this rank's experts were given.
+    pub rows: BTreeMap<usize, u64>,
+}
+
+impl ExpertReport {
+    /// What an engine's model has counted.
+    pub fn of(engine: &EngineHandle) -> Self {
+        let spec = engine.spec();
+        let mixtures = spec.layers.iter().enumerate().filter(|(_, inputs)| inputs.num_experts > 0);
+        let report = |(layer, inputs): (usize, &crate::engine::LayerInputs)| {
+            let rows = engine.expert_counts().map(|counts| counts.of_layer(LayerIdx(layer as u16)));
+            let rows = rows.unwrap_or_default().into_iter().collect();
+            (layer, LayerReport { num_experts: inputs.num_experts as usize, rows })
+        };
+        let (shard, shards) = (spec.shard.index(), spec.shard.count());
+        Self { shard, shards, layers: mixtures.map(report).collect() }
+    }
+}
+
+/// Writes the placement and, on standard error, what it would have done to the loads it was made from.
+///
+/// # Errors
+/// When a file cannot be read, or says another model than the others.
+pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
+    let mut reports = Vec::new();
+    for path in &options.counts {
+        let named = || format!("--counts {}", path.display());
+        let text = std::fs::read_to_string(path).with_context(named)?;
+        reports.push(serde_json::from_str::<ExpertReport>(&text).with_context(named)?);
+    }
+    let loads = add_up(&reports)?;
+    let proposal = propose(&loads, options.shards, options.copies)?;
+    for (layer, (before, after)) in &proposal.imbalance {
+        eprintln!(
+            "layer {layer}: fullest shard over the mean {before:.3} contiguous, {after:.3} as proposed"
+        );
+    }
+    let text = serde_json::to_string_pretty(&proposal.file)? + "\n";
+    match &options.out {
+        Some(path) => std::fs::write(path, text).with_context(|| format!("--out {}", path.display())),
+        None => {
+            print!("{text}");
+            Ok(())
+        }
+    }
+}
+
+/// Counts by layer and expert, all ranks together.
+fn add_up(reports: &[ExpertReport]) -> anyhow::Result<BTreeMap<usize, ExpertLoad>> {
+    let mut loads: BTreeMap<usize, ExpertLoad> = BTreeMap::new();
+    for (layer, report) in reports.iter().flat_map(|report| &report.layers) {
+        let load = loads.entry(*layer).or_insert_with(|| vec![0; report.num_experts]);
+        let (known, said) = (load.len(), report.num_experts);
+        ensure!(known == said, "layer {layer} has {said} experts in one file and {known} in another");
+        for (expert, rows) in &report.rows {
+            match load.get_mut(*expert) {
+                Some(count) => *count += rows,
+                None => bail!("layer {layer}: expert {expert} of {said} was counted"),
+            }
+        }
+    }
+    Ok(loads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(shard: u32, num_experts: usize, rows: &[(usize, u64)]) -> ExpertReport {
+        let layer = LayerReport { num_experts, rows: rows.iter().copied().collect() };
+        ExpertReport { shard, shards: 2, layers: BTreeMap::from([(3, layer)]) }
+    }
+
+    #[test]
+    fn ranks_are_added_up_and_must_speak_of_one_model() {
+        let both = [report(0, 4, &[(0, 5), (1, 1)]), report(1, 4, &[(1, 2), (3, 9)])];
+        assert_eq!(add_up(&both).unwrap(), BTreeMap::from([(3, vec![5, 3, 0, 9])]));
+        let other = add_up(&[report(0, 4, &[]), report(1, 5, &[])]).unwrap_err();
+        assert_eq!(other.to_string(), "layer 3 has 5 experts in one file and 4 in another");
+        assert!(add_up(&[report(0, 4, &[(4, 1)])]).is_err());
+    }
+
+    #[test]
+    fn what_is_written_can_be_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let (counts, out) = (folder.path().join("counts.json"), folder.path().join("placement.json"));
+        let text = serde_json::to_string(&report(0, 4, &[(0, 50), (1, 1), (2, 1), (3, 1)])).unwrap();
+        std::fs::write(&counts, text).unwrap();
+        run(&PlaceOptions { counts: vec![counts], shards: 2, copies: 1, out: Some(out.clone()) }).unwrap();
+        let file = afd_common::placement::PlacementFile::read(&out).unwrap();
+        assert!(file.layers["3"].iter().all(|experts| experts.contains(&0)), "{file:?}");
+    }
+}

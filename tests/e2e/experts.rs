@@ -1,0 +1,195 @@
+//! Experts over shards: rows go where their experts are, wherever a file says these are, and the tokens stay the same.
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
+use afd_tests::oracle;
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+use crate::start::{attention, refused};
+
+fn shards(shards: u32) -> Ffn {
+    Ffn::Remote { shards, replicas: 1 }
+}
+
+fn spec(name: &str, ffn: Ffn, both: &[&str]) -> DeploymentSpec {
+    DeploymentSpec::new(fixtures::checkpoint(name), ffn).attention_args(both).ffn_args(both)
+}
+
+/// Every prompt of a fixture, all at once, over the attention ranks in turn: token for token.
+async fn serves(deployment: &Deployment, name: &str) -> anyhow::Result<()> {
+    let expected = fixtures::expected(name)?;
+    let ranks = deployment.attention.len();
+    let asked = expected.prompts.iter().enumerate().map(|(index, prompt)| {
+        deployment.greedy(index % ranks, &prompt.input_ids, prompt.generated_ids.len() as u32)
+    });
+    let answers = futures::future::join_all(asked).await;
+    for (prompt, answer) in expected.prompts.iter().zip(answers) {
+        let answer = answer.with_context(|| format!("{name}: {}", prompt.id))?;
+        oracle::same(&prompt.generated_ids, &answer).with_context(|| format!("{name}: {}", prompt.id))?;
+    }
+    Ok(())
+}
+
+/// Samples of a metric of an attention rank, by its labels as written.
+async fn metric(deployment: &Deployment, name: &str) -> anyhow::Result<BTreeMap<String, f64>> {
+    let text = deployment.client().get(deployment.url(0, "/metrics")).send().await?.text().await?;
+    let samples = text.lines().filter_map(|line| {
+        let (labels, value) = line.strip_prefix(name)?.rsplit_once(' ')?;
+        let plain = labels.is_empty() || labels.starts_with('{');
+        plain.then(|| Some((labels.to_owned(), value.parse().ok()?))).flatten()
+    });
+    Ok(samples.collect())
+}
+
+async fn sum(deployment: &Deployment, name: &str) -> anyhow::Result<f64> {
+    Ok(metric(deployment, name).await?.values().sum())
+}
+
+#[tokio::test]
+async fn rows_go_only_to_the_shards_that_serve_their_experts_over_every_link() -> anyhow::Result<()> {
+    for (name, link, stages) in
+        [("tiny-mixtral", "shm", "1"), ("tiny-deepseek-v2", "tcp", "2"), ("tiny-deepseek-v3", "inline", "2")]
+    {
+        let spec = spec(name, shards(4), &["--gate", "attention"]);
+        let deployment =
+            Deployment::start(spec.attention_args(&["--link", link, "--stages", stages])).await?;
+        serves(&deployment, name).await.with_context(|| format!("{name} over {link}"))?;
+        let (rows, sent) = (
+            sum(&deployment, "afd_hop_rows_total").await?,
+            sum(&deployment, "afd_hop_shard_rows_total").await?,
+        );
+        ensure!(sent > rows && sent < 0.9 * 4.0 * rows, "{name}: {rows} rows, {sent} sent to 4 shards");
+    }
+    let deployment = Deployment::start(spec("tiny-mixtral", shards(2), &[])).await?;
+    serves(&deployment, "tiny-mixtral").await?;
+    let rows = sum(&deployment, "afd_hop_rows_total").await?;
+    ensure!(sum(&deployment, "afd_hop_shard_rows_total").await? == 2.0 * rows, "the gate on the FFN: to all");
+    Ok(())
+}
+
+#[tokio::test]
+async fn routed_rows_are_sent_again_to_the_replica_of_their_shard() -> anyhow::Result<()> {
+    let name = "tiny-deepseek-v3";
+    let spec = spec(name, Ffn::Remote { shards: 2, replicas: 2 }, &["--gate", "attention"]);
+    let mut deployment = Deployment::start(spec).await?;
+    let expected = fixtures::expected(name)?;
+    let prompt = &expected.prompts[0];
+    let mut stream = deployment.stream(0, &prompt.input_ids, prompt.generated_ids.len() as u32).await?;
+    let mut emitted = Vec::new();
+    while let Some(piece) = stream.message().await? {
+        emitted.extend(piece.token_ids);
+        if emitted.len() == 5 {
+            deployment.ffn[2].kill()?;
+        }
+    }
+    oracle::same(&prompt.generated_ids, &emitted)?;
+    ensure!(sum(&deployment, "afd_ffn_losses_total").await? == 1.0, "nobody was lost");
+    Ok(())
+}
+
+fn write(folder: &Path, name: &str, text: &str) -> anyhow::Result<PathBuf> {
+    let path = folder.join(name);
+    std::fs::write(&path, text)?;
+    Ok(path)
+}
+
+#[tokio::test]
+async fn a_placement_with_copies_serves_with_the_gate_on_either_side() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    // Expert 3 on all shards, expert 0 on two; layer 2 all on one shard.
+    let text =
+        "experts = [[0, 3, 6], [0, 3, 1, 5], [2, 3, 4, 7]]\n[layers]\n2 = [[], [0, 1, 2, 3, 4, 5, 6, 7], []]";
+    let file = write(folder.path(), "placement.toml", text)?;
+    let file = file.to_str().context("a path in UTF-8")?;
+    for gate in ["attention", "ffn"] {
+        let spec = spec("tiny-mixtral", shards(3), &["--gate", gate, "--placement", file]);
+        let deployment = Deployment::start(spec.attention_ranks(2)).await?;
+        serves(&deployment, "tiny-mixtral").await.with_context(|| format!("gate on {gate}"))?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn another_placement_or_routing_is_refused_by_name() -> anyhow::Result<()> {
+    let deployment = Deployment::start(spec("tiny-mixtral", shards(2), &[])).await?;
+    let folder = tempfile::tempdir()?;
+    let file = write(folder.path(), "p.json", r#"{"experts": [[1, 3, 5, 7], [0, 2, 4, 6]]}"#)?;
+    let file = file.to_str().context("a path in UTF-8")?;
+    for (args, field) in
+        [(["--placement", file], "model.placement"), (["--routing", "balanced"], "model.routing")]
+    {
+        let args = [&args[..], &["--rank", "1"]].concat();
+        let ffn = deployment.ffn_addresses[0].to_string();
+        let process = attention(&deployment.spec.model, &ffn, &args, folder.path(), field)?;
+        let (code, log) = refused(process)?;
+        ensure!(code == 1 && log.contains(&format!("`{field}` differs")), "exit code {code}:\n{log}");
+    }
+    Ok(())
+}
+
+async fn expert_counts(deployment: &Deployment) -> anyhow::Result<Vec<Value>> {
+    let mut reports = Vec::new();
+    for address in &deployment.ffn_addresses {
+        let url = format!("http://{address}/expert-counts");
+        reports.push(deployment.client().get(url).send().await?.json().await?);
+    }
+    Ok(reports)
+}
+
+#[tokio::test]
+async fn a_balanced_cycle_gives_every_expert_the_same_with_the_gate_on_either_side() -> anyhow::Result<()> {
+    for gate in ["attention", "ffn"] {
+        let both = ["--gate", gate, "--routing", "balanced"];
+        let deployment = Deployment::start(spec("tiny-mixtral", shards(2), &both).attention_ranks(2)).await?;
+        let asked = (0..4).map(|index| deployment.greedy(index % 2, &[5, 6, 7], 40));
+        for answer in futures::future::join_all(asked).await {
+            ensure!(answer?.len() == 40);
+        }
+        let warned = deployment.ffn[0].log().contains("NOT CHOSEN BY THE MODEL");
+        ensure!(
+            warned && deployment.attention[0].log().contains("NOT CHOSEN BY THE MODEL"),
+            "not loud enough"
+        );
+        let mut rows: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+        for report in expert_counts(&deployment).await? {
+            for (layer, of_layer) in report["layers"].as_object().context("layers")? {
+                let counts = of_layer["rows"].as_object().context("rows")?.values();
+                rows.entry(layer.clone()).or_default().extend(counts.filter_map(Value::as_f64));
+            }
+        }
+        for (layer, counts) in rows {
+            let (most, mean) = (
+                counts.iter().copied().fold(0.0, f64::max),
+                counts.iter().sum::<f64>() / counts.len() as f64,
+            );
+            ensure!(counts.len() == 8 && most < 1.1 * mean, "gate on {gate}, layer {layer}: {counts:?}");
+        }
+    }
+    Ok(())
+}
+
+/// What ranks counted, through `ffn-svc place`, back into a deployment that serves the same tokens.
+#[tokio::test]
+async fn a_proposed_placement_can_be_used() -> anyhow::Result<()> {
+    let name = "tiny-qwen3-moe";
+    let deployment = Deployment::start(spec(name, shards(2), &[])).await?;
+    serves(&deployment, name).await?;
+    let folder = tempfile::tempdir()?;
+    let mut options = ffn_svc::place::PlaceOptions {
+        counts: Vec::new(),
+        shards: 3,
+        copies: 2,
+        out: Some(folder.path().join("placement.json")),
+    };
+    for (index, report) in expert_counts(&deployment).await?.into_iter().enumerate() {
+        options.counts.push(write(folder.path(), &format!("{index}.json"), &report.to_string())?);
+    }
+    ffn_svc::place::run(&options)?;
+    let file = options.out.context("it was asked for")?;
+    let file = file.to_str().context("a path in UTF-8")?;
+    let both = ["--gate", "attention", "--placement", file];
+    serves(&Deployment::start(spec(name, shards(3), &both)).await?, name).await
+}
