@@ -9,6 +9,7 @@ use afd_common::config::file::{self, FileError};
 use afd_common::config::units::Span;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
+use afd_common::net::{Access, AccessError, Gate, TlsFiles};
 use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, LogFormat, SpanSink};
 
@@ -77,9 +78,24 @@ pub struct ServeOptions {
     /// Time to finish what is queued after SIGTERM, for example 30s [default: 30s]
     #[arg(long, value_name = "TIME")]
     pub drain_timeout: Option<Span>,
-    /// File with the secret that attention ranks must present to join
+    /// File with the secret that attention ranks must present to join, and everybody else as a bearer token
     #[arg(long, value_name = "FILE")]
     pub join_token_file: Option<PathBuf>,
+    /// Certificate of this port, PEM, with what lies between it and its CA: gRPC and links under TLS, read again when it changes
+    #[arg(long, value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// Key of --tls-cert, PEM
+    #[arg(long, value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+    /// CA of the attention ranks' certificates, PEM: whoever shows none is answered about health only
+    #[arg(long, value_name = "FILE")]
+    pub tls_client_ca: Option<PathBuf>,
+    /// Listen where other machines reach it though nothing guards it
+    #[arg(
+        long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL",
+        hide_possible_values = true
+    )]
+    pub insecure: Option<bool>,
     /// text or json [default: text]
     #[arg(long, value_name = "FORMAT")]
     pub log_format: Option<LogFormat>,
@@ -149,6 +165,8 @@ pub struct Config {
     pub drain: Duration,
     /// What callers must present.
     pub join_token: Option<JoinToken>,
+    /// Who may come.
+    pub access: Access,
     /// How to log.
     pub log: LogConfig,
     /// Added to the time of every batch.
@@ -171,6 +189,9 @@ pub enum ConfigError {
         /// What is wrong with it.
         what: String,
     },
+    /// Certificates cannot be used, or nothing guards the port.
+    #[error(transparent)]
+    Access(#[from] AccessError),
     /// An option is needed.
     #[error("{option} is missing (on the command line or in the file given by --config)")]
     Missing {
@@ -201,9 +222,15 @@ impl ServeOptions {
         };
         let all_cores = || std::thread::available_parallelism().map_or(1, usize::from);
         let log = LogConfig::default();
+        let listen = given.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 7001)));
+        let join_token = given.join_token_file.as_deref().map(read_token).transpose()?;
+        let files =
+            TlsFiles { certificate: given.tls_cert, key: given.tls_key, client_ca: given.tls_client_ca };
+        let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let config = Config {
             model: given.model.ok_or(ConfigError::Missing { option: "--model" })?,
-            listen: given.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 7001))),
+            access: Access::new(listen, files, gate, "--join-token-file", given.insecure.unwrap_or(false))?,
+            listen,
             advertise: given.advertise,
             address_file: given.address_file,
             shard: given.shard.unwrap_or(Shard::WHOLE),
@@ -220,7 +247,7 @@ impl ServeOptions {
             max_stages: given.max_stages.unwrap_or(u32::from(MAX_STAGES)),
             lease: Duration::from_millis(given.lease_ms.unwrap_or(5000)),
             drain: given.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
-            join_token: given.join_token_file.as_deref().map(read_token).transpose()?,
+            join_token,
             log: LogConfig {
                 format: given.log_format.unwrap_or(log.format),
                 filter: given.log_level.unwrap_or(log.filter),

@@ -201,7 +201,7 @@ pub async fn start(
         attach_timeout: ATTACH_TIMEOUT,
         spans: config.spans.clone(),
     };
-    Ok(Server::start(listener, engine, settings, metrics, Health::default()).await?)
+    Ok(Server::start(listener, engine, settings, metrics, Health::default(), config.access.clone()).await?)
 }
 
 /// Writes `host:port` and a line end, at once or not at all, for whoever waits for the file.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use afd_common::link::Limits;
-use afd_common::net::{Listener, Options};
+use afd_common::net::{Access, Listener, Options};
 use afd_common::telemetry::metrics::{ReadKind, Sample};
 use afd_common::telemetry::{MetricError, Metrics};
 use tokio::task::JoinHandle;
@@ -63,6 +63,7 @@ impl Server {
         settings: Settings,
         metrics: &Metrics,
         health: Health,
+        access: Access,
     ) -> Result<Self, ServeError> {
         let (max_tokens, row_bytes) = (settings.offer.max_tokens_per_stage, engine.spec().max_row_bytes());
         let max_body_bytes = Limits::body_bytes(max_tokens, row_bytes)
@@ -71,7 +72,9 @@ impl Server {
         count(metrics, &listener, &sessions)?;
         let router = service::router(&sessions, &health, metrics, max_body_bytes)?;
         let (address, stop) = (listener.address(), CancellationToken::new());
-        let options = Options { drain: FAREWELL, is_stream: service::is_stream, ..Options::default() };
+        access.warn(address);
+        let options =
+            Options { drain: FAREWELL, is_stream: service::is_stream, access, ..Options::default() };
         let links = service::link_acceptor(&sessions);
         let port = tokio::spawn(listener.serve(router, Some(links), options, stop.clone()));
         health.set(Phase::Ready);
@@ -180,6 +183,7 @@ fn count(metrics: &Metrics, listener: &Listener, sessions: &Arc<Sessions>) -> Re
         move || one(count() as f64),
     )?;
     let port = listener.stats();
+    port.count_access(metrics)?;
     metrics.read_when_asked(
         ReadKind::Gauge,
         "afd_connections_open",

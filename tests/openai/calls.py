@@ -1,10 +1,13 @@
-"""The official openai package, every call of it that is served, against a running address: `calls.py HOST:PORT`.
+"""The official openai package, every call of it that is served, against a running server:
+`calls.py URL TOKEN [CA.pem]`.
 
 Prints a line for every call that did what it should and ends with 0, or ends with a traceback.
 """
 import math
+import ssl
 import sys
 
+import httpx
 import openai
 from openai import OpenAI
 
@@ -136,7 +139,16 @@ def refusals(client, model):
 
 
 def main():
-    client = OpenAI(base_url=f"http://{sys.argv[1]}/v1", api_key="none", max_retries=0, timeout=60)
+    url, token, *ca = sys.argv[1:]
+    http_client = httpx.Client(verify=ssl.create_default_context(cafile=ca[0])) if ca else None
+    arguments = dict(base_url=f"{url}/v1", max_retries=0, timeout=60, http_client=http_client)
+    client = OpenAI(api_key=token, **arguments)
+    if ca:
+        try:
+            OpenAI(api_key="wrong", **arguments).models.list()
+            raise AssertionError("a wrong token was accepted")
+        except openai.AuthenticationError as error:
+            assert error.code == "invalid_api_key"
     model = client.models.list().data[0].id
     calls = [models, completion, completion_of_token_ids, completion_stream, sampling, stop, chat, chat_stream, refusals]
     for call in calls:

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use afd_tests::fixtures;
-use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
+use afd_tests::harness::{Authority, Deployment, DeploymentSpec, Ffn, Pass};
 use anyhow::{Context, ensure};
 
 /// Seconds for all calls, debug builds on a busy machine included.
@@ -69,8 +69,21 @@ fn python(here: &Path) -> anyhow::Result<PathBuf> {
     Ok(python)
 }
 
+/// Makes every call; the message of a failure is what the script said.
+fn make_calls(python: &Path, here: &Path, arguments: &[&str]) -> anyhow::Result<()> {
+    let script = here.join("calls.py");
+    let arguments: Vec<&OsStr> =
+        std::iter::once(script.as_os_str()).chain(arguments.iter().map(|word| word.as_ref())).collect();
+    let output = run(CALLS_LIMIT_S, python.as_ref(), &arguments)?;
+    let (said, words) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "{}\n{said}\n{words}", output.status);
+    let lines: Vec<String> = CALLS.iter().map(|call| format!("ok {call}")).collect();
+    ensure!(said.lines().eq(lines.iter().map(String::as_str)), "{said}");
+    Ok(())
+}
+
 #[tokio::test]
-async fn the_openai_package_makes_every_call() -> anyhow::Result<()> {
+async fn the_openai_package_makes_every_call_in_the_clear_and_under_tls_with_a_token() -> anyhow::Result<()> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("openai");
     let python = match python(&here) {
         Ok(python) => python,
@@ -81,14 +94,19 @@ async fn the_openai_package_makes_every_call() -> anyhow::Result<()> {
         }
     };
     let spec =
-        DeploymentSpec::new(fixtures::checkpoint("tiny-llama"), Ffn::Remote { shards: 1, replicas: 1 });
-    let deployment = Deployment::start(spec).await?;
-    let address = deployment.attention_addresses[0].to_string();
-    let script = here.join("calls.py");
-    let output = run(CALLS_LIMIT_S, python.as_ref(), &[script.as_ref(), address.as_ref()])?;
-    let (said, words) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    ensure!(output.status.success(), "{}\n{said}\n{words}", output.status);
-    let lines: Vec<String> = CALLS.iter().map(|call| format!("ok {call}")).collect();
-    ensure!(said.lines().eq(lines.iter().map(String::as_str)), "{said}");
-    Ok(())
+        || DeploymentSpec::new(fixtures::checkpoint("tiny-llama"), Ffn::Remote { shards: 1, replicas: 1 });
+    let open = Deployment::start(spec()).await?;
+    make_calls(&python, &here, &[&open.url(0, ""), "none"])?;
+
+    let folder = tempfile::tempdir()?;
+    let authority = Authority::new(folder.path())?;
+    let (identity, tokens) = (authority.issue("server", &["127.0.0.1"])?, folder.path().join("tokens"));
+    std::fs::write(&tokens, "a-token\n")?;
+    let path = |path: &Path| path.display().to_string();
+    let spec = spec()
+        .attention_args(&["--tls-cert", &path(&identity.certificate), "--tls-key", &path(&identity.key)])
+        .attention_args(&["--api-token-file", &path(&tokens)])
+        .pass(Pass { ca: Some(authority.ca()), token: Some("a-token".into()), ..Pass::default() });
+    let closed = Deployment::start(spec).await?;
+    make_calls(&python, &here, &[&closed.url(0, ""), "a-token", &path(&authority.ca())])
 }

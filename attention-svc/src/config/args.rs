@@ -51,6 +51,34 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", help_heading = "Addresses")]
     pub address_file: Option<PathBuf>,
 
+    /// Certificate of this port, PEM, with what lies between it and its CA: HTTP and gRPC under TLS, read again when it changes
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub tls_cert: Option<PathBuf>,
+    /// Key of --tls-cert, PEM
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub tls_key: Option<PathBuf>,
+    /// CA of clients' certificates, PEM: whoever shows none is answered about health only
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub tls_client_ca: Option<PathBuf>,
+    /// Bearer tokens of the API, one a line, read again when they change: whoever has none is answered about health only
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub api_token_file: Option<PathBuf>,
+    /// Listen where other machines reach it though nothing guards it
+    #[arg(
+        long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL",
+        hide_possible_values = true, help_heading = "Safety"
+    )]
+    pub insecure: Option<bool>,
+    /// CA of the FFN ranks' certificates, PEM: they are dialled under TLS, and must be named as in --ffn
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub ffn_tls_ca: Option<PathBuf>,
+    /// Certificate to show to FFN ranks that ask for one, PEM
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub ffn_tls_cert: Option<PathBuf>,
+    /// Key of --ffn-tls-cert, PEM
+    #[arg(long, value_name = "FILE", help_heading = "Safety")]
+    pub ffn_tls_key: Option<PathBuf>,
+
     /// FFN ranks: addresses or DNS names with ports, comma-separated; or local, for the FFN in this process (required)
     #[arg(long, value_name = "local|ADDR[,ADDR…]", help_heading = "FFN")]
     pub ffn: Option<FfnTarget>,

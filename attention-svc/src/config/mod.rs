@@ -8,6 +8,8 @@ use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
 use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
+use afd_common::net::tls::{ClientTls, Identity};
+use afd_common::net::{Access, AccessError, Gate, TlsFiles};
 use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, Sampling, SpanSink};
 
@@ -36,6 +38,12 @@ pub enum OptionError {
         /// Found and expected.
         what: String,
     },
+}
+
+impl From<AccessError> for OptionError {
+    fn from(error: AccessError) -> Self {
+        Self::Option { option: error.option, what: error.what }
+    }
 }
 
 fn refuse<T>(option: &'static str, what: impl Into<String>) -> Result<T, OptionError> {
@@ -100,6 +108,8 @@ pub struct AddressConfig {
     pub advertise: Option<String>,
     /// Where to write the address.
     pub file: Option<PathBuf>,
+    /// Who may come.
+    pub access: Access,
 }
 
 /// The way to the FFN.
@@ -121,6 +131,8 @@ pub struct FfnConfig {
     pub routing: Routing,
     /// Empty when there is none.
     pub join_token: String,
+    /// In the clear without.
+    pub tls: Option<ClientTls>,
     /// For every shard to have joined.
     pub join_timeout: Duration,
     /// For an answer or progress.
@@ -218,11 +230,22 @@ impl AddressConfig {
         if let Some(address) = args.advertise.as_deref().filter(|address| !choices::is_address(address)) {
             return refuse("--advertise", format!("{address:?} is no address; write host:port"));
         }
-        Ok(Self {
-            listen: args.listen.unwrap_or(SocketAddr::from((Ipv4Addr::LOCALHOST, 8000))),
-            advertise: args.advertise.clone(),
-            file: args.address_file.clone(),
-        })
+        let listen = args.listen.unwrap_or(SocketAddr::from((Ipv4Addr::LOCALHOST, 8000)));
+        let token_option = "--api-token-file";
+        let gate = match &args.api_token_file {
+            None => Gate::default(),
+            Some(file) => match Gate::default().token_file(file) {
+                Ok(gate) => gate,
+                Err(what) => return refuse(token_option, what),
+            },
+        };
+        let files = TlsFiles {
+            certificate: args.tls_cert.clone(),
+            key: args.tls_key.clone(),
+            client_ca: args.tls_client_ca.clone(),
+        };
+        let access = Access::new(listen, files, gate, token_option, args.insecure.unwrap_or(false))?;
+        Ok(Self { listen, advertise: args.advertise.clone(), file: args.address_file.clone(), access })
     }
 }
 
@@ -244,6 +267,7 @@ impl FfnConfig {
             placement: args.placement.clone(),
             routing: args.routing.unwrap_or_default(),
             join_token: join_token(args.join_token_file.as_deref())?,
+            tls: ffn_tls(args)?,
             join_timeout: time("--join-timeout", args.join_timeout, 120)?,
             hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,
             loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
@@ -256,6 +280,24 @@ fn time(option: &'static str, span: Option<Span>, default: u64) -> Result<Durati
     match span.map(|span| span.0) {
         Some(Duration::ZERO) => refuse(option, "must be longer than 0"),
         given => Ok(given.unwrap_or(Duration::from_secs(default))),
+    }
+}
+
+fn ffn_tls(args: &ServeArgs) -> Result<Option<ClientTls>, OptionError> {
+    let options = ["--ffn-tls-cert", "--ffn-tls-key"];
+    let identity = match Identity::of(args.ffn_tls_cert.clone(), args.ffn_tls_key.clone(), options) {
+        Ok(identity) => identity,
+        Err((option, what)) => return refuse(option, what),
+    };
+    match (&args.ffn_tls_ca, identity) {
+        (None, None) => Ok(None),
+        (None, Some(_)) => {
+            refuse("--ffn-tls-ca", "is missing: without it FFN ranks are dialled in the clear")
+        }
+        (Some(ca), identity) => match ClientTls::load(ca.clone(), identity) {
+            Ok(tls) => Ok(Some(tls)),
+            Err(what) => refuse("--ffn-tls-ca", what),
+        },
     }
 }
 

@@ -26,6 +26,8 @@ fn little_must_be_said() {
     assert!(config.capacity.prefix_cache);
     assert!(!with(&["--no-prefix-cache"]).unwrap().capacity.prefix_cache);
     assert_eq!(with(&["--max-num-batched-tokens", "32"]).unwrap().capacity.max_num_seqs, 32);
+    assert!(!config.address.access.gate.is_closed() && config.ffn.tls.is_none());
+    assert!(with(&["--listen", "0.0.0.0:1", "--insecure"]).is_ok());
 }
 
 #[test]
@@ -56,6 +58,12 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--capture-sizes", "8,0"], &["--capture-sizes", "0"]),
         (&["--capture-sizes", "8,300"], &["--capture-sizes", "300", "256"]),
         (&["--max-capture-size", "257"], &["--max-capture-size", "257", "256"]),
+        (&["--listen", "0.0.0.0:1"], &["--listen", "0.0.0.0:1", "--api-token-file", "--insecure"]),
+        (&["--api-token-file", "/nowhere"], &["--api-token-file", "/nowhere"]),
+        (&["--tls-cert", "/nowhere"], &["--tls-key"]),
+        (&["--tls-client-ca", "/nowhere"], &["--tls-client-ca", "--tls-cert"]),
+        (&["--ffn-tls-ca", "/nowhere"], &["--ffn-tls-ca", "/nowhere"]),
+        (&["--ffn-tls-cert", "/nowhere", "--ffn-tls-key", "/nowhere"], &["--ffn-tls-ca"]),
     ] {
         let base: &[&str] = if args[0] == "--model" || args[0] == "--ffn" { &[] } else { &["--model", "."] };
         let base = if args[0] == "--ffn" { &["--model", "."] } else { base };

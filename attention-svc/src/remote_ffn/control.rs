@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::ids::Shard;
 use afd_common::link::{Doorbell, LinkKind};
+use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use tokio::sync::{Notify, mpsc, watch};
@@ -18,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
 use super::hop_table::EdgeId;
-use super::joining;
+use super::joining::{self, Target};
 use super::roster::{NotSeated, Process, Roster};
 
 /// Plans waiting for the control stream: a few steps' worth.
@@ -45,6 +46,8 @@ pub struct ControlSettings {
     pub max_row_bytes: usize,
     /// Guards joining; empty when there is none.
     pub join_token: String,
+    /// FFN ranks are dialled in the clear without.
+    pub tls: Option<ClientTls>,
     /// For each of connect, join, open links and attach.
     pub phase_timeout: Duration,
 }
@@ -158,14 +161,15 @@ impl SessionError {
     }
 }
 
-/// Serves one address until `stop`: session after session, with a short pause between them.
+/// Serves one address, which `--ffn` calls `host`, until `stop`: session after session, with a short pause between them.
 pub async fn run(
     address: SocketAddr,
+    host: String,
     shared: Arc<Shared>,
     peer: watch::Sender<Peer>,
     stop: CancellationToken,
 ) {
-    let mut control = Control { address, shared: &shared, peer, process: None };
+    let mut control = Control { address, host, shared: &shared, peer, process: None };
     let mut pause = RETRY_FIRST;
     loop {
         let begun = Instant::now();
@@ -194,6 +198,7 @@ pub async fn run(
 /// What a control task knows.
 struct Control<'a> {
     address: SocketAddr,
+    host: String,
     shared: &'a Shared,
     peer: watch::Sender<Peer>,
     /// Who answered last.
@@ -261,7 +266,8 @@ impl<'a> Control<'a> {
             shared.lock_roster().check(process, address)?;
         }
         let limit = shared.settings.phase_timeout;
-        let channel = joining::connect(address, limit).await?;
+        let target = Target::new(address, &self.host, shared)?;
+        let channel = target.connect(limit).await?;
         let mut client = FfnControlServiceClient::new(channel.clone());
         let joined = joining::join(&mut client, shared).await?;
         let _seated = self.seat(joined.identity.as_ref())?;
@@ -275,7 +281,7 @@ impl<'a> Control<'a> {
         let hello = v1::StepsRequest { session_id: joined.session_id.clone(), message: Some(heartbeat()) };
         to_rank.try_send(hello).map_err(|error| SessionError::broken("steps", error))?;
         let steps = joining::within(limit, "steps", client.steps(ReceiverStream::new(requests))).await?;
-        let link = joining::open_link(&mut client, channel, address, &peer, &joined, shared).await?;
+        let link = joining::open_link(&mut client, channel, &target, &peer, &joined, shared).await?;
 
         let kind = link.limits().kind;
         let id = EdgeId(shared.next_edge.fetch_add(1, Ordering::Relaxed));

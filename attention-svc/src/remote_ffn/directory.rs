@@ -72,14 +72,15 @@ impl Directory {
             let vacated = self.shared.vacated.notified();
             let found = self.resolve().await;
             self.forget_all_but(&found);
-            for address in found.into_keys() {
+            for (address, name) in found {
                 if self.lock_peers().contains_key(&address) {
                     continue;
                 }
                 let (sender, peer) = watch::channel(Peer::unknown(Instant::now()));
                 let own = stop.child_token();
                 self.lock_peers().insert(address, Tracked { peer, stop: own.clone() });
-                tasks.spawn(control::run(address, Arc::clone(&self.shared), sender, own));
+                let host = name.rsplit_once(':').map_or(name.as_str(), |(host, _)| host).to_owned();
+                tasks.spawn(control::run(address, host, Arc::clone(&self.shared), sender, own));
             }
             while tasks.try_join_next().is_some() {}
             tokio::select! {

@@ -10,6 +10,7 @@ use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
 use afd_common::link::{HopLink, Limits, LinkKind, inline};
 use afd_common::net::client;
+use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
@@ -18,11 +19,26 @@ use tonic::transport::Channel;
 
 use super::control::{SessionError, Shared};
 
-/// A connection to whatever listens at an address.
-pub(super) async fn connect(address: SocketAddr, limit: Duration) -> Result<Channel, SessionError> {
-    let endpoint = client::endpoint(&address.to_string(), limit)
-        .map_err(|error| SessionError::broken("address", error))?;
-    endpoint.connect().await.map_err(|error| SessionError::broken("connecting", innermost(&error)))
+/// Where a rank is, and how it proves who it is: in the clear it does not.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    address: SocketAddr,
+    tls: Option<PeerTls>,
+}
+
+impl Target {
+    /// `host` is what `--ffn` calls the address: its certificate must be for that.
+    pub(super) fn new(address: SocketAddr, host: &str, shared: &Shared) -> Result<Self, SessionError> {
+        let tls = shared.settings.tls.as_ref().map(|tls| tls.peer(host)).transpose();
+        let tls = tls.map_err(|error| SessionError::Refused(format!("TLS: {error} (--ffn)")))?;
+        Ok(Self { address, tls })
+    }
+
+    /// A connection to whatever listens there.
+    pub(super) async fn connect(&self, limit: Duration) -> Result<Channel, SessionError> {
+        let connected = client::connect(&self.address.to_string(), self.tls.as_ref(), limit).await;
+        connected.map_err(|error| SessionError::broken("connecting", error))
+    }
 }
 
 pub(super) async fn join(
@@ -85,7 +101,7 @@ pub(super) fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result
 pub(super) async fn open_link(
     client: &mut FfnControlServiceClient<Channel>,
     channel: Channel,
-    address: SocketAddr,
+    target: &Target,
     peer: &str,
     joined: &v1::JoinResponse,
     shared: &Shared,
@@ -94,7 +110,7 @@ pub(super) async fn open_link(
     let mut common = wanted.filter(|kind| joined.link_kinds.contains(&wire_kind(*kind).into())).peekable();
     while let Some(kind) = common.next() {
         let (ticket, limits) = grant(client, kind, peer, joined, shared).await?;
-        match attach(kind, channel.clone(), address, ticket, limits, shared).await {
+        match attach(kind, channel.clone(), target.clone(), ticket, limits, shared).await {
             Err(AttachError::NotShared { peer, what }) if common.peek().is_some() => {
                 tracing::info!(
                     peer,
@@ -144,7 +160,7 @@ async fn grant(
 async fn attach(
     kind: LinkKind,
     channel: Channel,
-    address: SocketAddr,
+    target: Target,
     ticket: Ticket,
     limits: Limits,
     shared: &Shared,
@@ -153,7 +169,7 @@ async fn attach(
     if kind == LinkKind::Inline {
         return Ok(Box::new(inline::dial(channel, &ticket, limits, bell, timeout).await?));
     }
-    let dial = move || attach::dial(address, &ticket, limits, bell, timeout);
+    let dial = move || attach::dial(target.address, target.tls.as_ref(), &ticket, limits, bell, timeout);
     let attached = tokio::task::spawn_blocking(dial).await;
     attached.unwrap_or_else(|error| Err(AttachError::Transport { peer, what: error.to_string() }))
 }
@@ -184,21 +200,12 @@ pub(super) async fn within<T>(
 fn from_status(what: &str, status: &tonic::Status) -> SessionError {
     match status.code() {
         Code::FailedPrecondition | Code::PermissionDenied | Code::Unauthenticated => {
-            SessionError::Refused(format!("{what}: {}", status.message()))
+            SessionError::Refused(format!("{what}: {}", client::words(status)))
         }
         Code::Unimplemented => SessionError::Refused(format!(
             "{what}: no ffn-svc listens there (--ffn): {}",
             if status.message().is_empty() { "it does not know the call" } else { status.message() }
         )),
-        _ => SessionError::Broken(format!("{what}: {} ({:?})", status.message(), status.code())),
+        _ => SessionError::Broken(format!("{what}: {} ({:?})", client::words(status), status.code())),
     }
-}
-
-/// "transport error" says nothing; what it was made of does.
-fn innermost(error: &dyn std::error::Error) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    error.to_string()
 }

@@ -79,6 +79,7 @@ pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, 
                 max_tokens_per_stage: max_rows,
                 max_row_bytes: loaded.max_row_bytes(config.ffn.gate),
                 join_token: config.ffn.join_token.clone(),
+                tls: config.ffn.tls.clone(),
                 phase_timeout: PHASE_TIMEOUT,
             };
             let (way, directory) = connect::remote(names.clone(), control, port);

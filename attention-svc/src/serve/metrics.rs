@@ -131,6 +131,7 @@ pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> 
 
 /// The listening port.
 pub(super) fn port(metrics: &Metrics, stats: &Arc<NetStats>) -> Result<(), MetricError> {
+    stats.count_access(metrics)?;
     let (open, accepted, refused) = (Arc::clone(stats), Arc::clone(stats), Arc::clone(stats));
     let help = "Connections that are open.";
     metrics.read_when_asked(ReadKind::Gauge, "afd_connections_open", help, &[], move || {

@@ -174,7 +174,9 @@ impl Server {
         })?;
         let router = api::router(api, tonic::service::Routes::default())?;
         let stop_port = CancellationToken::new();
-        let mut options = Options { drain: FAREWELL, ..Options::default() };
+        config.address.access.warn(address);
+        let access = config.address.access.clone();
+        let mut options = Options { drain: FAREWELL, access, ..Options::default() };
         options.body.whole = config.capacity.body_timeout;
         options.body.idle = options.body.idle.min(options.body.whole);
         let port = tokio::spawn(listener.serve(router, None, options, stop_port.clone()));

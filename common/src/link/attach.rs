@@ -12,8 +12,10 @@ use std::time::{Duration, Instant};
 
 use super::grants::{LinkId, Refusal, Secret, Ticket};
 use super::shm::ShmLink;
+use super::stream::LinkStream;
 use super::tcp::TcpLink;
 use super::{Doorbell, HopLink, Limits, LinkKind};
+use crate::net::tls::PeerTls;
 
 /// First bytes of a connection that wants to be a link.
 pub const MAGIC: [u8; 8] = *b"AFDLINK1";
@@ -65,20 +67,24 @@ pub enum AttachError {
     },
 }
 
-/// Connects to an FFN rank's listen address and attaches to the link that `ticket` is for, as the kind that `limits`
-/// name. Blocks, at most for `timeout`.
+/// Connects to an FFN rank's listen address, under `tls` where the port speaks it, and attaches to the link that `ticket`
+/// is for, as the kind that `limits` name. Blocks, at most for `timeout`.
 ///
 /// # Errors
 /// [`AttachError`]; the ticket is used up unless it is a failure to connect.
 pub fn dial(
     address: SocketAddr,
+    tls: Option<&PeerTls>,
     ticket: &Ticket,
     limits: Limits,
     bell: Doorbell,
     timeout: Duration,
 ) -> Result<Box<dyn HopLink>, AttachError> {
     let (peer, deadline) = (limits.peer.clone(), Instant::now() + timeout);
-    let socket = Socket { stream: knock(address, ticket, &peer, timeout)?, peer, timeout, deadline };
+    let stream = connect(address, tls, timeout).map_err(|error| failed(&peer, timeout, error))?;
+    let mut socket = Socket { stream, peer, timeout, deadline };
+    socket.write(&preamble(ticket))?;
+    socket.read_answer()?;
     match limits.kind {
         LinkKind::Shm => Ok(Box::new(ShmLink::join(socket, limits, bell)?)),
         _ => Ok(Box::new(TcpLink::over(socket, limits, bell)?)),
@@ -90,11 +96,11 @@ pub fn dial(
 /// # Errors
 /// As [`answer`].
 pub fn accept<T>(
-    stream: TcpStream,
+    stream: impl Into<LinkStream>,
     timeout: Duration,
     attach: impl FnOnce(&Ticket) -> Result<(Limits, Doorbell, T), Refusal>,
 ) -> Result<(Box<dyn HopLink>, T), AttachError> {
-    let mut socket = Socket::accepted(stream, timeout);
+    let mut socket = Socket::accepted(stream.into(), timeout);
     let magic: [u8; MAGIC.len()] = socket.read()?;
     if magic != MAGIC {
         return Err(socket.protocol(format!("began with {magic:02x?}")));
@@ -108,11 +114,11 @@ pub fn accept<T>(
 /// # Errors
 /// [`AttachError`]; the connection is closed then.
 pub fn answer<T>(
-    stream: TcpStream,
+    stream: impl Into<LinkStream>,
     timeout: Duration,
     attach: impl FnOnce(&Ticket) -> Result<(Limits, Doorbell, T), Refusal>,
 ) -> Result<(Box<dyn HopLink>, T), AttachError> {
-    answer_socket(Socket::accepted(stream, timeout), attach)
+    answer_socket(Socket::accepted(stream.into(), timeout), attach)
 }
 
 fn answer_socket<T>(
@@ -137,50 +143,45 @@ fn answer_socket<T>(
     }
 }
 
-/// Connects, shows the ticket and reads the answer.
-fn knock(
-    address: SocketAddr,
-    ticket: &Ticket,
-    peer: &str,
-    timeout: Duration,
-) -> Result<TcpStream, AttachError> {
-    let stream =
-        TcpStream::connect_timeout(&address, timeout).map_err(|error| failed(peer, timeout, error))?;
-    let mut socket = Socket { stream, peer: peer.into(), timeout, deadline: Instant::now() + timeout };
-    socket.write(&preamble(ticket))?;
-    socket.read_answer()?;
-    Ok(socket.stream)
+fn connect(address: SocketAddr, tls: Option<&PeerTls>, timeout: Duration) -> io::Result<LinkStream> {
+    let stream = TcpStream::connect_timeout(&address, timeout)?;
+    let Some(tls) = tls else { return Ok(stream.into()) };
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(timeout))?;
+    stream.set_write_timeout(Some(timeout))?;
+    let session = tls.handshake(&stream)?;
+    Ok(LinkStream::under_tls(stream, session))
 }
 
 /// A connection during its handshake: every read and write has the one deadline.
 pub(super) struct Socket {
-    pub(super) stream: TcpStream,
+    pub(super) stream: LinkStream,
     pub(super) peer: String,
     timeout: Duration,
     deadline: Instant,
 }
 
 impl Socket {
-    pub(super) fn accepted(stream: TcpStream, timeout: Duration) -> Self {
-        let peer =
-            stream.peer_addr().map_or_else(|_| "a peer that is gone".into(), |address| address.to_string());
+    pub(super) fn accepted(stream: LinkStream, timeout: Duration) -> Self {
+        let peer = stream.socket().peer_addr();
+        let peer = peer.map_or_else(|_| "a peer that is gone".into(), |address| address.to_string());
         Self { stream, peer, timeout, deadline: Instant::now() + timeout }
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), AttachError> {
-        let written = self
-            .stream
+        let socket = self.stream.socket();
+        let written = socket
             .set_nonblocking(false)
-            .and_then(|()| self.stream.set_nodelay(true))
-            .and_then(|()| self.stream.set_write_timeout(Some(self.timeout)))
-            .and_then(|()| self.stream.write_all(bytes));
+            .and_then(|()| socket.set_nodelay(true))
+            .and_then(|()| socket.set_write_timeout(Some(self.timeout)))
+            .and_then(|()| (&self.stream).write_all(bytes));
         written.map_err(|error| self.failed(error))
     }
 
     /// The next `N` bytes, however slowly the peer writes them.
     pub(super) fn read<const N: usize>(&mut self) -> Result<[u8; N], AttachError> {
         let mut buf = [0; N];
-        match read_by(&mut self.stream, &mut buf, self.deadline) {
+        match read_by(&self.stream, &mut buf, self.deadline) {
             Ok(()) => Ok(buf),
             Err(error) => Err(self.failed(error)),
         }
@@ -237,15 +238,15 @@ pub(super) fn answer_bytes(code: u32) -> [u8; 8] {
 }
 
 /// Fills `buf` before `deadline`, however slowly the peer writes.
-fn read_by(stream: &mut TcpStream, buf: &mut [u8], deadline: Instant) -> io::Result<()> {
-    stream.set_nonblocking(false)?;
+fn read_by(mut stream: &LinkStream, buf: &mut [u8], deadline: Instant) -> io::Result<()> {
+    stream.socket().set_nonblocking(false)?;
     let mut filled = 0;
     while filled < buf.len() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        stream.set_read_timeout(Some(left))?;
+        stream.socket().set_read_timeout(Some(left))?;
         match stream.read(&mut buf[filled..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => filled += read,

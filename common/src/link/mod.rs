@@ -25,6 +25,7 @@ pub mod pool;
 mod port;
 pub mod shm;
 mod stats;
+mod stream;
 pub mod tcp;
 #[cfg(test)]
 mod timing;
@@ -32,6 +33,7 @@ mod timing;
 pub use doorbell::Doorbell;
 pub use in_frame::{Body, InFrame};
 pub use stats::{LinkCounts, LinkStats};
+pub use stream::LinkStream;
 
 /// One end of a link.
 ///

@@ -1,45 +1,44 @@
 //! The one listening port of a process, for both services: HTTP/1.1, HTTP/2 (gRPC) and links side by side.
 //!
-//! The accept loop sets nodelay, lets [`sniff`] decide what a connection speaks, and hands links to the role's acceptor
-//! and everything else to hyper. TLS joins in [`serve_connection`], between accepting and sniffing: everything behind it
-//! is generic over the stream. What a request may do, and how large its body may be, is the router's business; that its
-//! headers and its body come in time, and that connections which only stand there are closed, is this module's.
-use std::convert::Infallible;
+//! The accept loop sets nodelay and hands every [connection] on: TLS where the port has [certificates](tls), a look at what
+//! it speaks, then a link to the role's acceptor and everything else to hyper, behind the [gate] that asks who it is; which
+//! of the options say so is [`Access`]. What a request may do, and how large its body may be, is the router's business;
+//! that its headers and its body come in time, and that connections which only stand there are closed, is this module's.
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
-use axum::extract::ConnectInfo;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use hyper_util::server::conn::auto;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::server::TcpConnectInfo;
-use tower::ServiceExt;
 
+use crate::link::LinkStream;
+
+mod access;
 mod body;
 pub mod client;
+mod connection;
+pub mod gate;
 pub mod health;
 mod idle;
 mod prefixed;
 mod reflection;
+mod reread;
 mod sniff;
 mod stats;
+pub mod tls;
 
-use body::TimedBody;
+pub use access::{Access, AccessError, TlsFiles};
 pub use body::{BodyTimeout, BodyTimes};
-use idle::{Activity, Watched};
-use prefixed::Prefixed;
+use connection::{Port, serve_connection};
+pub use gate::{Gate, Tokens};
 pub use reflection::add_reflection;
-use sniff::Speaks;
 pub use stats::{NetCounts, NetStats};
 
 /// Flow-control window of an HTTP/2 stream and of a connection, bytes: a hop of rows in one go.
@@ -51,7 +50,7 @@ pub(crate) const KEEPALIVE: Duration = Duration::from_secs(20);
 
 /// Takes a connection that began with a link's magic, which was read already. Runs on a thread that may block, counts
 /// as a connection until it returns, and does the handshake ([`crate::link::attach::answer`]) within its own deadline.
-pub type LinkAcceptor = Arc<dyn Fn(std::net::TcpStream, SocketAddr) + Send + Sync>;
+pub type LinkAcceptor = Arc<dyn Fn(LinkStream, SocketAddr) + Send + Sync>;
 
 /// Why the port cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -91,6 +90,8 @@ pub struct Options {
     pub max_streams: u32,
     /// Bytes of all headers of a request.
     pub max_header_bytes: u32,
+    /// Headers of a request.
+    pub max_headers: usize,
     /// Time for a connection's first bytes, and for each request's headers.
     pub header_timeout: Duration,
     /// Time for each request's body.
@@ -101,6 +102,8 @@ pub struct Options {
     pub idle_timeout: Duration,
     /// Time for what is running when the port is stopped.
     pub drain: Duration,
+    /// Who may connect and ask.
+    pub access: Access,
 }
 
 /// Time without a piece of a body after which the rest is not waited for.
@@ -112,11 +115,13 @@ impl Default for Options {
             max_connections: 4096,
             max_streams: 1024,
             max_header_bytes: 32 << 10,
+            max_headers: 100,
             header_timeout: Duration::from_secs(10),
             body: BodyTimes { idle: BODY_IDLE, whole: Duration::from_secs(60) },
             is_stream: |_| false,
             idle_timeout: Duration::from_secs(300),
             drain: Duration::from_secs(30),
+            access: Access::default(),
         }
     }
 }
@@ -212,26 +217,6 @@ impl Listener {
     }
 }
 
-/// What every connection of a port needs.
-struct Port {
-    http: auto::Builder<TokioExecutor>,
-    router: Router,
-    links: Option<LinkAcceptor>,
-    options: Options,
-    stop: CancellationToken,
-}
-
-impl Port {
-    /// The request with deadlines on its body, unless that is a stream.
-    fn timed(&self, request: http::Request<hyper::body::Incoming>) -> http::Request<Body> {
-        let path = request.uri().path();
-        if path.ends_with("/ServerReflectionInfo") || (self.options.is_stream)(path) {
-            return request.map(Body::new);
-        }
-        request.map(|body| Body::new(TimedBody::new(body, self.options.body)))
-    }
-}
-
 /// When the process is out of descriptors only time helps; other failures concern one connection.
 async fn pause_after(error: &io::Error) {
     if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
@@ -245,6 +230,7 @@ fn http_builder(options: &Options) -> auto::Builder<TokioExecutor> {
         .http1()
         .timer(TokioTimer::new())
         .header_read_timeout(options.header_timeout)
+        .max_headers(options.max_headers)
         .max_buf_size((options.max_header_bytes as usize).max(16 << 10));
     builder
         .http2()
@@ -260,80 +246,10 @@ fn http_builder(options: &Options) -> auto::Builder<TokioExecutor> {
     builder
 }
 
-async fn serve_connection(port: &Port, stats: &NetStats, mut stream: TcpStream, peer: SocketAddr) {
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%peer, %error, "connection is gone");
-        return;
-    }
-    let connect_info = TcpConnectInfo { local_addr: stream.local_addr().ok(), remote_addr: Some(peer) };
-    let first = tokio::select! {
-        first = timeout(port.options.header_timeout, sniff::first_bytes(&mut stream)) => first,
-        () = port.stop.cancelled() => return,
-    };
-    match first {
-        Ok(Ok((Speaks::Http, read))) => {
-            serve_http(port, Prefixed::new(stream, read), peer, connect_info).await
-        }
-        Ok(Ok((Speaks::Link, _))) => {
-            stats.link();
-            hand_over(port, stream, peer).await;
-        }
-        Ok(Err(error)) => tracing::debug!(%peer, %error, "connection ended before it said anything"),
-        Err(_) => tracing::debug!(%peer, "connection said nothing in time"),
-    }
-}
-
-async fn serve_http<S>(port: &Port, stream: Prefixed<S>, peer: SocketAddr, connect_info: TcpConnectInfo)
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
-    let activity = Activity::new();
-    let service = service_fn(|mut request: http::Request<hyper::body::Incoming>| {
-        request.extensions_mut().insert(ConnectInfo(peer));
-        request.extensions_mut().insert(connect_info.clone());
-        let running = activity.begin();
-        let answered = port.router.clone().oneshot(port.timed(request));
-        async {
-            let answer = answered.await?;
-            Ok::<_, Infallible>(answer.map(|inner| Watched { inner, _running: running }))
-        }
-    });
-    let connection = port.http.serve_connection(TokioIo::new(stream), service);
-    tokio::pin!(connection);
-    let served = tokio::select! {
-        served = connection.as_mut() => served,
-        () = activity.idle_for(port.options.idle_timeout) => {
-            connection.as_mut().graceful_shutdown();
-            // A peer that does not say goodbye either is left alone; one that began a request meanwhile is served.
-            let farewell = port.options.idle_timeout + port.options.header_timeout;
-            tokio::select! {
-                served = connection.as_mut() => served,
-                () = activity.idle_for(farewell) => return,
-            }
-        }
-        () = port.stop.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = served {
-        tracing::debug!(%peer, error, "connection failed");
-    }
-}
-
-async fn hand_over(port: &Port, stream: TcpStream, peer: SocketAddr) {
-    let Some(acceptor) = port.links.clone() else {
-        tracing::warn!(%peer, "closed: this role has no links to attach to");
-        return;
-    };
-    match stream.into_std() {
-        Ok(stream) => {
-            if let Err(error) = tokio::task::spawn_blocking(move || acceptor(stream, peer)).await {
-                tracing::error!(%peer, %error, "the link acceptor failed");
-            }
-        }
-        Err(error) => tracing::debug!(%peer, %error, "connection is gone"),
-    }
+/// Whether a request is gRPC's, so that it is answered in its language.
+pub fn is_grpc<B>(request: &http::Request<B>) -> bool {
+    let kind = request.headers().get(http::header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
 #[cfg(test)]

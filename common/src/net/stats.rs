@@ -1,5 +1,9 @@
 //! What happened on a port, readable by metrics while it is served.
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::telemetry::metrics::{ReadKind, Sample};
+use crate::telemetry::{MetricError, Metrics};
 
 /// Counters of a port.
 #[derive(Debug, Default)]
@@ -8,6 +12,8 @@ pub struct NetStats {
     refused: AtomicU64,
     links: AtomicU64,
     open: AtomicU64,
+    handshakes_failed: AtomicU64,
+    unauthenticated: AtomicU64,
 }
 
 /// The counters at one moment.
@@ -21,6 +27,10 @@ pub struct NetCounts {
     pub links: u64,
     /// Connections open now: a gauge. An attached link is no longer one of them.
     pub open: u64,
+    /// Connections without a TLS handshake, where one was asked for.
+    pub handshakes_failed: u64,
+    /// Requests and links that did not prove who they are from.
+    pub unauthenticated: u64,
 }
 
 impl NetStats {
@@ -31,7 +41,30 @@ impl NetStats {
             refused: self.refused.load(Relaxed),
             links: self.links.load(Relaxed),
             open: self.open.load(Relaxed),
+            handshakes_failed: self.handshakes_failed.load(Relaxed),
+            unauthenticated: self.unauthenticated.load(Relaxed),
         }
+    }
+
+    /// Shows in `metrics` who was not let in.
+    ///
+    /// # Errors
+    /// When a metric of the same name is registered already.
+    pub fn count_access(self: &Arc<Self>, metrics: &Metrics) -> Result<(), MetricError> {
+        let one = |value: u64| vec![Sample { labels: Vec::new(), value: value as f64 }];
+        let (tls, asked) = (Arc::clone(self), Arc::clone(self));
+        let help = "Connections without a TLS handshake where one was asked for.";
+        metrics.read_when_asked(
+            ReadKind::Counter,
+            "afd_tls_handshakes_failed_total",
+            help,
+            &[],
+            move || one(tls.counts().handshakes_failed),
+        )?;
+        let help = "Requests and links refused for want of a token or a client certificate.";
+        metrics.read_when_asked(ReadKind::Counter, "afd_unauthenticated_total", help, &[], move || {
+            one(asked.counts().unauthenticated)
+        })
     }
 
     pub(super) fn opened(&self) {
@@ -49,5 +82,13 @@ impl NetStats {
 
     pub(super) fn link(&self) {
         self.links.fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn handshake_failed(&self) {
+        self.handshakes_failed.fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn unauthenticated(&self) {
+        self.unauthenticated.fetch_add(1, Relaxed);
     }
 }

@@ -2,8 +2,10 @@
 use std::io::{Read, Write};
 use std::time::Instant;
 
+use axum::extract::ConnectInfo;
 use axum::routing::get;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tonic::{Request, Response, Status};
 
@@ -107,7 +109,7 @@ async fn http_grpc_and_links_share_one_port() {
     let address = served.address;
     let ticket = Ticket { link_id: LinkId(77), secret: Secret::from_slice(&[3; 16]).unwrap() };
     let dialing = tokio::task::spawn_blocking(move || {
-        attach::dial(address, &ticket, contract::limits("F0"), Doorbell::default(), PATIENCE).unwrap()
+        attach::dial(address, None, &ticket, contract::limits("F0"), Doorbell::default(), PATIENCE).unwrap()
     });
     let (_, link_id) = timeout(PATIENCE, links.recv()).await.unwrap().unwrap();
     assert_eq!(link_id, LinkId(77));

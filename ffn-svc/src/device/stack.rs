@@ -163,7 +163,10 @@ impl Stack {
             side_columns: 0,
             num_experts: self.shape.num_experts,
             experts_per_token: self.shape.top_k,
-            local_experts: self.routed.as_ref().map_or_else(Vec::new, |routed| routed.local.clone().collect()),
+            local_experts: self
+                .routed
+                .as_ref()
+                .map_or_else(Vec::new, |routed| routed.local.clone().collect()),
         }
     }
 }

@@ -2,6 +2,7 @@
 //! rank serves go in, an [`Agreement`] or a [`Refusal`] that names the field and both values comes out.
 use std::fmt;
 
+use afd_common::net::{Gate, Tokens};
 use afd_common::placement::CONTIGUOUS;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
 use subtle::ConstantTimeEq;
@@ -37,6 +38,17 @@ impl JoinToken {
     pub fn new(text: &str) -> Option<Self> {
         let text = text.trim();
         (!text.is_empty()).then(|| Self(text.to_owned()))
+    }
+
+    /// The port of a rank that asks for this token: a caller shows it with every call, but for joining, which carries it as
+    /// a field, and for the calls of one that has joined, which name a session or a ticket that nobody can guess.
+    pub fn gate(&self) -> Gate {
+        Gate::default().tokens(Tokens::one(&self.0)).with_own_secret(&[
+            "/afd.v1.FfnControlService/Join",
+            "/afd.v1.FfnControlService/OpenLinks",
+            "/afd.v1.FfnControlService/Steps",
+            "/afd.v1.LayerStageService/StreamStages",
+        ])
     }
 
     /// Compares in time that does not depend on where the two differ.

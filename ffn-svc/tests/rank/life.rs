@@ -4,7 +4,7 @@ use std::time::Duration;
 use afd_common::frame::FrameHeader;
 use afd_common::frame::{RowType, SideKind};
 use afd_common::ids::{LayerIdx, Shard};
-use afd_common::net::Listener;
+use afd_common::net::{Access, Listener};
 use afd_common::proto::v1;
 use afd_common::proto::v1::steps_response::Message;
 use afd_common::telemetry::{Metrics, SpanSink};
@@ -186,7 +186,9 @@ async fn the_death_of_the_engine_ends_the_rank_with_an_error_and_tells_its_peers
         spans: SpanSink::off(),
     };
     let engine = engine::spawn(Mortal, options).unwrap();
-    let server = Server::start(listener, engine, settings, &metrics, Health::default()).await.unwrap();
+    let server = Server::start(listener, engine, settings, &metrics, Health::default(), Access::default())
+        .await
+        .unwrap();
     let rank = Rank::run(server, metrics, &config);
     let mut attention = Attention::join(&rank, 0).await;
     let mut link = attention.open(v1::LinkKind::Tcp).await;

@@ -96,8 +96,8 @@ async fn a_join_token_is_asked_for() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "sesame\n").unwrap();
     let path = Some(file.path().to_owned());
+    let mut request = Rank::start(options("tiny-llama")).await.join_request(0).await;
     let rank = Rank::start(ServeOptions { join_token_file: path, ..options("tiny-llama") }).await;
-    let mut request = rank.join_request(0).await;
     let status = Attention::join_as(&rank, request.clone()).await.err().unwrap();
     assert_eq!(status.code(), Code::Unauthenticated);
     request.join_token = "sesame".into();
@@ -105,6 +105,14 @@ async fn a_join_token_is_asked_for() {
     let mut control = FfnControlServiceClient::new(rank.channel().await);
     let drain = control.drain(v1::DrainRequest { timeout_ms: 1 }).await.unwrap_err();
     assert_eq!(drain.code(), Code::Unauthenticated);
+
+    // What no session guards wants the token too, as everybody presents one.
+    let mut stages = LayerStageServiceClient::new(rank.channel().await);
+    let status = stages.describe(v1::DescribeRequest {}).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unauthenticated);
+    let mut request = tonic::Request::new(v1::DescribeRequest {});
+    request.metadata_mut().insert("authorization", "Bearer sesame".parse().unwrap());
+    assert_eq!(stages.describe(request).await.unwrap().into_inner().max_rows, 64);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -211,7 +211,7 @@ impl Attention {
             }
             _ => {
                 let bell = bell.clone();
-                let dial = move || attach::dial(address, &ticket, limits, bell, PATIENCE);
+                let dial = move || attach::dial(address, None, &ticket, limits, bell, PATIENCE);
                 tokio::task::spawn_blocking(dial).await.unwrap()?
             }
         };

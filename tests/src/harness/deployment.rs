@@ -3,6 +3,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::net::client;
+use afd_common::net::tls::{ClientTls, Identity};
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use anyhow::{Context, bail};
@@ -28,6 +30,61 @@ pub enum Ffn {
     },
 }
 
+/// What a test shows to attention ranks that do not talk to everybody.
+#[derive(Clone, Debug, Default)]
+pub struct Pass {
+    /// They speak TLS, under certificates of this authority.
+    pub ca: Option<PathBuf>,
+    /// To be shown.
+    pub identity: Option<Identity>,
+    /// To be sent along.
+    pub token: Option<String>,
+}
+
+impl Pass {
+    fn tls(&self) -> anyhow::Result<Option<ClientTls>> {
+        let load =
+            |ca: &PathBuf| ClientTls::load(ca.clone(), self.identity.clone()).map_err(anyhow::Error::msg);
+        self.ca.as_ref().map(load).transpose()
+    }
+
+    /// Puts the token into a gRPC request.
+    pub fn show<T>(&self, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        if let Some(token) = self.token.as_ref().and_then(|token| format!("Bearer {token}").parse().ok()) {
+            request.metadata_mut().insert("authorization", token);
+        }
+        request
+    }
+
+    /// An HTTP client that shows it all.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn http(&self) -> anyhow::Result<reqwest::Client> {
+        let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(120));
+        if let Some(tls) = self.tls()? {
+            builder = builder.use_preconfigured_tls(rustls::ClientConfig::clone(&tls.config()));
+        }
+        if let Some(token) = &self.token {
+            let value = format!("Bearer {token}").parse()?;
+            builder =
+                builder.default_headers([(reqwest::header::AUTHORIZATION, value)].into_iter().collect());
+        }
+        Ok(builder.build()?)
+    }
+
+    /// A gRPC channel to an address.
+    ///
+    /// # Errors
+    /// When nobody answers there, or not under this CA.
+    pub async fn grpc(&self, address: SocketAddr) -> anyhow::Result<Channel> {
+        let peer = self.tls()?.map(|tls| tls.peer(&address.ip().to_string())).transpose()?;
+        let connected = client::connect(&address.to_string(), peer.as_ref(), START_LIMIT).await;
+        connected.map_err(anyhow::Error::msg)
+    }
+}
+
 /// What to start.
 #[derive(Clone, Debug)]
 pub struct DeploymentSpec {
@@ -47,6 +104,8 @@ pub struct DeploymentSpec {
     pub ffn_rank_args: Vec<(u32, Vec<String>)>,
     /// Environment of every process, beside that of the test.
     pub env: Vec<(String, String)>,
+    /// What the test shows.
+    pub pass: Pass,
 }
 
 impl DeploymentSpec {
@@ -61,6 +120,7 @@ impl DeploymentSpec {
             ffn_args: Vec::new(),
             ffn_rank_args: Vec::new(),
             env: Vec::new(),
+            pass: Pass::default(),
         }
     }
 
@@ -91,6 +151,12 @@ impl DeploymentSpec {
     /// With more options for one FFN rank.
     pub fn ffn_rank_args(mut self, rank: u32, args: &[&str]) -> Self {
         self.ffn_rank_args.push((rank, args.iter().map(|arg| (*arg).to_owned()).collect()));
+        self
+    }
+
+    /// With something to show.
+    pub fn pass(mut self, pass: Pass) -> Self {
+        self.pass = pass;
         self
     }
 
@@ -128,7 +194,7 @@ impl Deployment {
             ffn: Vec::new(),
             attention_addresses: Vec::new(),
             ffn_addresses: Vec::new(),
-            client: reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(120)).build()?,
+            client: spec.pass.http()?,
             folder: tempfile::tempdir()?,
             spec,
         };
@@ -207,20 +273,25 @@ impl Deployment {
         let ready = async {
             loop {
                 if self.client.get(&url).send().await.is_ok_and(|answer| answer.status().is_success()) {
-                    return;
+                    return true;
+                }
+                if self.attention[rank].has_ended() {
+                    return false;
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        if tokio::time::timeout(limit, ready).await.is_err() {
-            bail!("A{rank} is not ready after {limit:?}:\n{}", self.attention[rank].log());
+        match tokio::time::timeout(limit, ready).await {
+            Ok(true) => Ok(()),
+            Ok(false) => bail!("A{rank} ended before it was ready:\n{}", self.attention[rank].log()),
+            Err(_) => bail!("A{rank} is not ready after {limit:?}:\n{}", self.attention[rank].log()),
         }
-        Ok(())
     }
 
     /// A URL on an attention rank.
     pub fn url(&self, rank: usize, path: &str) -> String {
-        format!("http://{}{path}", self.attention_addresses[rank])
+        let scheme = if self.spec.pass.ca.is_some() { "https" } else { "http" };
+        format!("{scheme}://{}{path}", self.attention_addresses[rank])
     }
 
     /// The HTTP client of the test.
@@ -243,7 +314,7 @@ impl Deployment {
     /// # Errors
     /// When it cannot be reached.
     pub async fn grpc(&self, rank: usize) -> anyhow::Result<InferenceServiceClient<Channel>> {
-        Ok(InferenceServiceClient::connect(self.url(rank, "")).await?)
+        Ok(InferenceServiceClient::new(self.spec.pass.grpc(self.attention_addresses[rank]).await?))
     }
 
     /// Greedy continuation of token ids on an attention rank, past the model's end tokens, as it comes.
@@ -266,7 +337,7 @@ impl Deployment {
             }),
             ..Default::default()
         };
-        Ok(self.grpc(rank).await?.generate(request).await?.into_inner())
+        Ok(self.grpc(rank).await?.generate(self.spec.pass.show(request)).await?.into_inner())
     }
 
     /// The same, whole, as token ids.

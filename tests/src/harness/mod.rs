@@ -1,6 +1,8 @@
 //! Real processes on loopback: builds both binaries once, starts them on free ports, and ends them with the test.
+mod certificates;
 mod deployment;
 mod process;
 
-pub use deployment::{Deployment, DeploymentSpec, Ffn};
+pub use certificates::Authority;
+pub use deployment::{Deployment, DeploymentSpec, Ffn, Pass};
 pub use process::Process;

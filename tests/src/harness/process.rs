@@ -56,6 +56,14 @@ impl Process {
         Ok(Self { name: name.to_owned(), child, log, address_file })
     }
 
+    /// Path of a binary of this workspace, built.
+    ///
+    /// # Errors
+    /// When the workspace does not build.
+    pub fn binary(name: &str) -> anyhow::Result<PathBuf> {
+        Ok(binaries()?.join(name))
+    }
+
     /// Where it listens, once it does.
     ///
     /// # Errors
@@ -81,6 +89,11 @@ impl Process {
     /// Process id.
     pub fn id(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Whether it has ended, by itself or not.
+    pub fn has_ended(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
     }
 
     /// What it has logged so far.

@@ -5,7 +5,7 @@
 //! receiving engine sleeps on that word itself ([`Doorbell`]) and reads the rows where they lie. The TCP connection
 //! of the handshake stays open: when a process dies the kernel closes it, and that is how the other one learns of it.
 use std::io::Read;
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, JoinHandle};
 
@@ -14,6 +14,7 @@ use afd_ffi::shm::{PushError, Receiver, Segment, Sender, Shape, Side, Slot, Watc
 use super::attach::{AttachError, Socket};
 use super::inbox::Inbox;
 use super::port::Port;
+use super::stream::LinkStream;
 use super::{Body, Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{FrameHeader, FrameKind, HEADER_BYTES, MAX_TEXT_BYTES, body_crc, verify_body};
 
@@ -27,7 +28,7 @@ pub struct ShmLink {
     into: Receiver,
     /// Given up when the link ends: what a peer that is cut off writes then wakes nobody.
     watch: Option<Arc<Watch>>,
-    socket: Arc<TcpStream>,
+    socket: LinkStream,
     gone: Arc<OnceLock<LinkError>>,
     ringer: Option<ringer::Ringer>,
     listening: Option<JoinHandle<()>>,
@@ -61,8 +62,8 @@ impl ShmLink {
     ) -> Result<Self, AttachError> {
         let (out, into) = segment.lanes(side);
         let failed = |error| socket.failed(error);
-        socket.stream.set_read_timeout(None).map_err(failed)?;
-        let stream = Arc::new(socket.stream.try_clone().map_err(failed)?);
+        socket.stream.socket().set_read_timeout(None).map_err(failed)?;
+        let stream = socket.stream.clone();
         let port = Port::new(limits, bell.clone());
         let gone = Arc::new(OnceLock::new());
         let watch = Arc::new(into.watch());
@@ -70,7 +71,7 @@ impl ShmLink {
             true => None,
             false => Some(ringer::Ringer::start(&into, bell.clone()).map_err(failed)?),
         };
-        let (inbox, heard, listened) = (Arc::clone(&port.inbox), Arc::clone(&gone), Arc::clone(&stream));
+        let (inbox, heard, listened) = (Arc::clone(&port.inbox), Arc::clone(&gone), stream.clone());
         let listening = Builder::new()
             .name("shm-peer".into())
             .spawn(move || {
@@ -116,12 +117,12 @@ impl ShmLink {
         self.port.inbox.end(error);
         self.watch = None;
         self.ringer = None;
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = self.socket.socket().shutdown(Shutdown::Both);
     }
 }
 
 /// Waits for the end of the connection: nothing is ever sent on it.
-fn listen(mut socket: &TcpStream, inbox: &Inbox) -> LinkError {
+fn listen(mut socket: &LinkStream, inbox: &Inbox) -> LinkError {
     match socket.read(&mut [0]) {
         Ok(0) => inbox.lost("the peer's process ended, or closed the connection without a word"),
         Ok(_) => inbox.corrupt("bytes on the connection of a link through shared memory"),
@@ -192,7 +193,7 @@ impl HopLink for ShmLink {
 impl Drop for ShmLink {
     fn drop(&mut self) {
         self.close("the other end was dropped");
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = self.socket.socket().shutdown(Shutdown::Both);
         if let Some(listening) = self.listening.take() {
             let _ = listening.join();
         }

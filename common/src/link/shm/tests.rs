@@ -1,5 +1,5 @@
 //! The contract through real shared memory, and the handshake.
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
@@ -37,7 +37,7 @@ fn attach(a: (Limits, Doorbell), b: (Limits, Doorbell)) -> Attached {
     let accepting = thread::spawn(move || {
         accept(listener.accept().unwrap().0, PATIENCE, |_| Ok((b.0, b.1, ()))).map(|(link, ())| link)
     });
-    let dialed = dial(address, &ticket(), a.0, a.1, PATIENCE);
+    let dialed = dial(address, None, &ticket(), a.0, a.1, PATIENCE);
     (dialed, accepting.join().unwrap())
 }
 
@@ -56,14 +56,14 @@ impl Fixture for Shm {
         let joining = thread::spawn({
             let shape = shape(&limits);
             move || {
-                let mut socket = Socket::accepted(near, PATIENCE);
+                let mut socket = Socket::accepted(near.into(), PATIENCE);
                 socket.read_answer().unwrap();
                 handshake::join(socket, shape).unwrap()
             }
         });
-        let link = ShmLink::offer(Socket::accepted(far, PATIENCE), limits, bell.clone()).unwrap();
+        let link = ShmLink::offer(Socket::accepted(far.into(), PATIENCE), limits, bell.clone()).unwrap();
         let (segment, socket) = joining.join().unwrap();
-        self.sockets.lock().unwrap().push(socket.stream.try_clone().unwrap());
+        self.sockets.lock().unwrap().push(socket.stream.socket().try_clone().unwrap());
         let (out, _) = segment.lanes(Side::First);
         Some((contract::Side::new(link, bell), Box::new(RawLane { out, socket: socket.stream })))
     }
@@ -75,7 +75,7 @@ impl Fixture for Shm {
 
 struct RawLane {
     out: Sender,
-    socket: TcpStream,
+    socket: LinkStream,
 }
 
 impl Wire for RawLane {
@@ -85,7 +85,7 @@ impl Wire for RawLane {
 
     /// A frame that is not announced does not exist; the connection ends instead.
     fn cut_within(&mut self, _: &[u8]) {
-        self.socket.shutdown(Shutdown::Write).unwrap();
+        self.socket.socket().shutdown(Shutdown::Write).unwrap();
     }
 }
 

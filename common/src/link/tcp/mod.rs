@@ -5,7 +5,7 @@
 //! the bell. [`attach`](super::attach) says how a connection becomes a link. A shutdown of the socket ends every blocking call, so both
 //! threads are joined when the link is dropped.
 use std::io;
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
@@ -21,6 +21,7 @@ mod outbox;
 mod reader;
 
 use super::attach::{AttachError, Socket};
+use super::stream::LinkStream;
 use outbox::Outbox;
 
 /// Longest time that dropping a link waits for a peer that does not take what was sent before.
@@ -29,7 +30,7 @@ const LINGER: Duration = Duration::from_millis(250);
 /// One end of a link over TCP.
 pub struct TcpLink {
     port: Port,
-    stream: Arc<TcpStream>,
+    stream: LinkStream,
     outbox: Arc<Outbox>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -39,24 +40,26 @@ impl TcpLink {
     ///
     /// # Errors
     /// The system refused a socket option or a thread.
-    pub fn new(stream: TcpStream, limits: Limits, bell: Doorbell) -> io::Result<Self> {
-        stream.set_nonblocking(false)?;
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(None)?;
-        stream.set_write_timeout(None)?;
+    pub fn new(stream: impl Into<LinkStream>, limits: Limits, bell: Doorbell) -> io::Result<Self> {
+        let stream = stream.into();
+        let socket = stream.socket();
+        socket.set_nonblocking(false)?;
+        socket.set_nodelay(true)?;
+        socket.set_read_timeout(None)?;
+        socket.set_write_timeout(None)?;
         let keepalive =
             TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
-        SockRef::from(&stream).set_tcp_keepalive(&keepalive.with_retries(3))?;
+        SockRef::from(socket).set_tcp_keepalive(&keepalive.with_retries(3))?;
 
         let frame_bytes = HEADER_BYTES + limits.max_body_bytes.max(MAX_TEXT_BYTES) as usize;
         let outbox = Arc::new(Outbox::new(2 * limits.credits as usize + 1, frame_bytes));
         let port = Port::new(limits, bell);
-        let stream = Arc::new(stream);
         let mut link = Self { port, stream, outbox, threads: Vec::with_capacity(2) };
-        let (stream, outbox) = (Arc::clone(&link.stream), Arc::clone(&link.outbox));
-        link.threads.push(Builder::new().name("tcp-write".into()).spawn(move || outbox.run(&stream))?);
+        let (stream, outbox) = (link.stream.clone(), Arc::clone(&link.outbox));
+        link.threads
+            .push(Builder::new().name("tcp-write".into()).spawn(move || outbox.run(stream.socket()))?);
         let reader = reader::Reader {
-            stream: Arc::clone(&link.stream),
+            stream: link.stream.clone(),
             inbox: Arc::clone(&link.port.inbox),
             outbox: Arc::clone(&link.outbox),
             pool: receive_pool(&link.port),
@@ -68,8 +71,7 @@ impl TcpLink {
 
     /// After its handshake.
     pub(super) fn over(socket: Socket, limits: Limits, bell: Doorbell) -> Result<Self, AttachError> {
-        let stream = socket.stream.try_clone().map_err(|error| socket.failed(error))?;
-        Self::new(stream, limits, bell).map_err(|error| socket.failed(error))
+        Self::new(socket.stream.clone(), limits, bell).map_err(|error| socket.failed(error))
     }
 
     fn write(&self, header: &FrameHeader, body: &[&[u8]]) -> io::Result<()> {
@@ -87,7 +89,7 @@ impl HopLink for TcpLink {
         self.port.check_send(&mut header, body)?;
         if let Err(error) = self.write(&header, body) {
             // The reader still hands out what came before, the peer's farewell included; then it ends the link.
-            let _ = self.stream.shutdown(Shutdown::Both);
+            let _ = self.stream.socket().shutdown(Shutdown::Both);
             return Err(self.port.inbox.lost(error));
         }
         self.port.handle_sent(&header);
@@ -119,7 +121,7 @@ impl Drop for TcpLink {
         self.close("the other end was dropped");
         self.outbox.finish();
         self.outbox.wait_done(LINGER);
-        let _ = self.stream.shutdown(Shutdown::Both);
+        let _ = self.stream.socket().shutdown(Shutdown::Both);
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use socket2::SockRef;
 
 use crate::frame::HEADER_BYTES;
+use crate::link::stream::LinkStream;
 
 /// The way out of one end.
 pub(super) struct Outbox {
@@ -46,7 +47,7 @@ impl Outbox {
     /// Writes a frame without blocking, and leaves to the writer thread what the socket does not take.
     pub(super) fn write(
         &self,
-        stream: &TcpStream,
+        stream: &LinkStream,
         header: &[u8; HEADER_BYTES],
         body: &[&[u8]],
     ) -> io::Result<()> {
@@ -56,16 +57,46 @@ impl Outbox {
             Phase::Finishing => return Err(io::ErrorKind::BrokenPipe.into()),
             Phase::Done(error) => return Err(error.unwrap_or(io::ErrorKind::BrokenPipe).into()),
         }
+        if stream.is_tls() {
+            return self.write_sealed(&mut state, stream, header, body);
+        }
         let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(1 + body.len());
         slices.push(IoSlice::new(header));
         slices.extend(body.iter().map(|part| IoSlice::new(part)));
         let mut rest = &mut slices[..];
         if state.waiting.is_empty() && !state.writing {
-            write_at_once(stream, &mut rest)?;
+            write_at_once(stream.socket(), &mut rest)?;
         }
         if rest.iter().any(|slice| !slice.is_empty()) {
             let mut buf = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.frame_bytes));
             rest.iter().for_each(|slice| buf.extend_from_slice(slice));
+            state.waiting.push_back(buf);
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// The same under TLS: records are made in the order in which they go out, under the lock that keeps that order.
+    fn write_sealed(
+        &self,
+        state: &mut State,
+        stream: &LinkStream,
+        header: &[u8; HEADER_BYTES],
+        body: &[&[u8]],
+    ) -> io::Result<()> {
+        let mut buf = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.frame_bytes));
+        stream.seal(&[header], &mut buf)?;
+        stream.seal(body, &mut buf)?;
+        if state.waiting.is_empty() && !state.writing {
+            let slices: &mut [IoSlice<'_>] = &mut [IoSlice::new(&buf)];
+            let mut rest = slices;
+            write_at_once(stream.socket(), &mut rest)?;
+            let left = rest.iter().map(|slice| slice.len()).sum::<usize>();
+            buf.drain(..buf.len() - left);
+        }
+        if buf.is_empty() {
+            state.spare.push(buf);
+        } else {
             state.waiting.push_back(buf);
             self.changed.notify_all();
         }

@@ -1,19 +1,20 @@
 //! The thread that reads one end's frames.
 use std::io::{self, BufReader, Read};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::Arc;
 
 use super::outbox::Outbox;
 use crate::frame::{FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, verify_body};
 use crate::link::inbox::Inbox;
 use crate::link::pool::Pool;
+use crate::link::stream::LinkStream;
 use crate::link::{Body, LinkError};
 
 /// Small frames are read together with their header; a larger body goes straight into its pooled buffer.
 const READ_AHEAD_BYTES: usize = 16 << 10;
 
 pub(super) struct Reader {
-    pub(super) stream: Arc<TcpStream>,
+    pub(super) stream: LinkStream,
     pub(super) inbox: Arc<Inbox>,
     pub(super) outbox: Arc<Outbox>,
     pub(super) pool: Pool,
@@ -22,7 +23,7 @@ pub(super) struct Reader {
 
 impl Reader {
     pub(super) fn run(self) {
-        let mut input = BufReader::with_capacity(READ_AHEAD_BYTES, &*self.stream);
+        let mut input = BufReader::with_capacity(READ_AHEAD_BYTES, &self.stream);
         let end = loop {
             if let Err(end) = self.read_frame(&mut input) {
                 break end;
@@ -30,7 +31,7 @@ impl Reader {
         };
         self.inbox.end(end);
         // Frees a writer that waits for a peer which will not read any more.
-        let _ = self.stream.shutdown(Shutdown::Both);
+        let _ = self.stream.socket().shutdown(Shutdown::Both);
     }
 
     fn read_frame(&self, input: &mut impl Read) -> Result<(), LinkError> {

@@ -1,4 +1,4 @@
-//! The contract over real sockets, and the handshake.
+//! The contract over real sockets, in the clear and under TLS, and the handshake.
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread;
@@ -9,6 +9,8 @@ use crate::link::LinkKind;
 use crate::link::attach::{AttachError, accept, dial};
 use crate::link::contract::{self, Fixture, PATIENCE, Side, Wire};
 use crate::link::grants::{GrantSpec, Grants, LinkId, Refusal, Secret, Ticket};
+use crate::net::tls::ServerTls;
+use crate::net::tls::tests::Authority;
 
 pub(in crate::link) struct Tcp;
 
@@ -31,7 +33,7 @@ impl Fixture for Tcp {
             let (stream, _) = listener.accept().unwrap();
             accept(stream, PATIENCE, |_| Ok((b, bell, ()))).unwrap().0
         });
-        let left = dial(address, &ticket(), a, bells.0.clone(), PATIENCE).unwrap();
+        let left = dial(address, None, &ticket(), a, bells.0.clone(), PATIENCE).unwrap();
         (Side::boxed(left, bells.0), Side::boxed(accepting.join().unwrap(), bells.1))
     }
 
@@ -57,6 +59,60 @@ impl Wire for TcpStream {
 
 contract::contract_tests!(Tcp);
 
+/// As the port hands it over, but blocking: after the handshake.
+fn accept_tls(stream: TcpStream, tls: &ServerTls) -> LinkStream {
+    let mut session = rustls::ServerConnection::new(tls.config()).unwrap();
+    while session.is_handshaking() {
+        session.complete_io(&mut &stream).unwrap();
+    }
+    LinkStream::under_tls(stream, session)
+}
+
+pub(in crate::link) struct TcpUnderTls;
+
+impl Fixture for TcpUnderTls {
+    fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {
+        let ((listener, address), (server, peer)) = (listen(), Authority::new().both_ends());
+        let bells = (Doorbell::default(), Doorbell::default());
+        let bell = bells.1.clone();
+        let accepting = thread::spawn(move || {
+            let stream = accept_tls(listener.accept().unwrap().0, &server);
+            accept(stream, PATIENCE, |_| Ok((b, bell, ()))).unwrap().0
+        });
+        let left = dial(address, Some(&peer), &ticket(), a, bells.0.clone(), PATIENCE).unwrap();
+        (Side::boxed(left, bells.0), Side::boxed(accepting.join().unwrap(), bells.1))
+    }
+
+    fn raw(&self, limits: Limits) -> Option<(Side, Box<dyn Wire>)> {
+        let ((listener, address), (server, peer)) = (listen(), Authority::new().both_ends());
+        let dialing = thread::spawn(move || {
+            let stream = TcpStream::connect(address).unwrap();
+            let session = peer.handshake(&stream).unwrap();
+            LinkStream::under_tls(stream, session)
+        });
+        let (stream, bell) = (accept_tls(listener.accept().unwrap().0, &server), Doorbell::default());
+        let link = TcpLink::new(stream, limits, bell.clone()).unwrap();
+        Some((Side::new(link, bell), Box::new(dialing.join().unwrap())))
+    }
+}
+
+impl Wire for LinkStream {
+    fn write(&mut self, bytes: &[u8]) {
+        (&*self).write_all(bytes).unwrap();
+    }
+
+    fn cut_within(&mut self, frame: &[u8]) {
+        (&*self).write_all(&frame[..frame.len() / 2]).unwrap();
+        self.socket().shutdown(Shutdown::Write).unwrap();
+    }
+}
+
+mod under_tls {
+    use super::{TcpUnderTls, contract};
+
+    contract::contract_tests!(TcpUnderTls);
+}
+
 #[test]
 fn a_link_attaches_with_a_granted_ticket_and_with_no_other() {
     let mut grants = Grants::new(crate::ids::Epoch(5), PATIENCE, 4);
@@ -75,7 +131,7 @@ fn a_link_attaches_with_a_granted_ticket_and_with_no_other() {
         [served(), served(), served()].map(|result| result.map_err(|error| error.to_string()))
     });
     let limits = Limits { peer: "F0".into(), ..grant.limits.clone() };
-    let dial = |ticket| dial(address, ticket, limits.clone(), Doorbell::default(), PATIENCE);
+    let dial = |ticket| dial(address, None, ticket, limits.clone(), Doorbell::default(), PATIENCE);
     let wrong = Ticket { link_id: grant.ticket.link_id, ..ticket() };
     let refused = dial(&wrong).err().unwrap();
     assert!(matches!(refused, AttachError::Refused { refusal: Refusal::Unknown, .. }), "{refused}");
@@ -92,7 +148,7 @@ fn both_ends_of_the_handshake_have_a_deadline() {
     let (listener, address) = listen();
     let timeout = Duration::from_millis(50);
     let limits = contract::limits("silent");
-    let silent = dial(address, &ticket(), limits.clone(), Doorbell::default(), timeout).err().unwrap();
+    let silent = dial(address, None, &ticket(), limits.clone(), Doorbell::default(), timeout).err().unwrap();
     assert!(matches!(silent, AttachError::Timeout { .. }), "{silent}");
     let (stream, _) = listener.accept().unwrap();
     let _dialer = TcpStream::connect(address).unwrap();
