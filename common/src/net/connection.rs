@@ -61,21 +61,21 @@ pub(super) async fn serve_connection(port: &Port, stats: &NetStats, stream: TcpS
     };
     let Some(tls) = &port.options.access.tls else { return serve_stream(port, stats, stream, from).await };
     let handshake = async {
-        if !begins_tls(&stream).await? {
-            explain_tls(stream).await;
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "it began in the clear, and this port speaks TLS",
-            ));
+        if begins_tls(&stream).await? {
+            return TlsAcceptor::from(tls.config()).accept(stream).await.map(Some);
         }
-        TlsAcceptor::from(tls.config()).accept(stream).await
+        stats.handshake_failed();
+        tracing::debug!(%peer, "it began in the clear, and this port speaks TLS");
+        explain_tls(stream).await;
+        Ok(None)
     };
     let accepted = tokio::select! {
         accepted = timeout(port.options.header_timeout, handshake) => accepted,
         () = port.stop.cancelled() => return,
     };
     match accepted {
-        Ok(Ok(stream)) => {
+        Ok(Ok(None)) => {}
+        Ok(Ok(Some(stream))) => {
             let certified = stream.get_ref().1.peer_certificates().is_some();
             serve_stream(port, stats, stream, From { certified, ..from }).await;
         }
