@@ -4,6 +4,7 @@ mod experts;
 mod hash_routing;
 mod loss;
 mod pair;
+mod stages;
 mod standing;
 mod start;
 mod streams;

@@ -9,6 +9,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::BenchError;
 use super::request::{Answer, Prompt, Target};
+use super::sides::Sides;
 
 /// One level of load.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,6 +43,8 @@ pub(super) struct Outcome {
     pub(super) answers: Vec<Answer>,
     pub(super) failures: Vec<String>,
     pub(super) elapsed: Duration,
+    /// Where the server says it.
+    pub(super) sides: Option<Sides>,
 }
 
 /// Makes prompts: the same for every server, another for every request.
@@ -99,7 +102,7 @@ pub(super) async fn run(target: &Target, level: Level, prompts: &Prompts) -> Res
         }
     };
     let elapsed = begun.elapsed();
-    let mut outcome = Outcome { level, answers: Vec::new(), failures: Vec::new(), elapsed };
+    let mut outcome = Outcome { level, answers: Vec::new(), failures: Vec::new(), elapsed, sides: None };
     for result in results {
         match result {
             Ok(answer) => outcome.answers.push(answer),

@@ -1,8 +1,8 @@
 //! `attention-svc bench`: load on a running server, and how long its answers took. Any address that speaks OpenAI's
 //! completions will do, so that servers can be compared.
 //!
-//! In reading order: `levels` (how much load) → `request` (one answer, timed as it streams) → `stats` (percentiles)
-//! → `report` (tables and JSON).
+//! In reading order: `levels` (how much load) → `request` (one answer, timed as it streams) → `sides` (what
+//! the two sides did meanwhile) → `stats` (percentiles) → `report` (tables and JSON).
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,11 +11,13 @@ use clap::Args;
 mod levels;
 mod report;
 mod request;
+mod sides;
 mod stats;
 
 use levels::{Level, Shape};
 use report::Run;
 use request::Target;
+use sides::Sums;
 
 /// Measure a running server.
 #[derive(Clone, Debug, Args)]
@@ -165,7 +167,12 @@ pub async fn run(args: BenchArgs) -> Result<(), BenchError> {
     for (index, level) in levels.iter().enumerate() {
         for (target, run) in targets.iter().zip(&mut runs) {
             eprintln!("{}: {level}, {} requests", target.url(), level.requests);
-            run.levels.push(levels::run(target, *level, &prompts.of_level(index)).await?);
+            let before = Sums::read(target).await;
+            let mut outcome = levels::run(target, *level, &prompts.of_level(index)).await?;
+            if let (Some(before), Some(after)) = (before, Sums::read(target).await) {
+                outcome.sides = before.until(after);
+            }
+            run.levels.push(outcome);
         }
     }
     let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");

@@ -73,6 +73,8 @@ pub(super) fn json(runs: &[Run], input_len: usize, output_len: usize) -> Value {
             "tpot_ms": figures.per_token.json(),
             "itl_ms": figures.inter_token.json(),
             "e2e_ms": figures.end_to_end.json(),
+            "ffn_waited": outcome.sides.map(|sides| sides.waited),
+            "ffn_hidden": outcome.sides.map(|sides| sides.hidden),
         })
     };
     let run = |run: &Run| {
@@ -102,9 +104,9 @@ pub(super) fn tables(runs: &[Run], input_len: usize, output_len: usize) -> Strin
     out
 }
 
-const HEADS: [&str; 14] = [
+const HEADS: [&str; 16] = [
     "load", "done", "failed", "tok/s", "in+out/s", "req/s", "TTFT p50", "p90", "p99", "TPOT p50", "p90",
-    "p99", "ITL p50", "p99",
+    "p99", "ITL p50", "p99", "waited", "hidden",
 ];
 
 fn row(outcome: &Outcome) -> Vec<String> {
@@ -125,7 +127,14 @@ fn row(outcome: &Outcome) -> Vec<String> {
         ms(f.per_token.p99),
         ms(f.inter_token.p50),
         ms(f.inter_token.p99),
+        percent(outcome.sides.map(|sides| sides.waited)),
+        percent(outcome.sides.map(|sides| sides.hidden)),
     ]
+}
+
+/// Of the steps' time.
+fn percent(part: Option<f64>) -> String {
+    part.map_or_else(|| "-".into(), |part| format!("{:.0} %", 100.0 * part))
 }
 
 fn comparison(a: &Outcome, b: &Outcome) -> Vec<String> {

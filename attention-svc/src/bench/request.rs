@@ -67,6 +67,12 @@ impl Target {
         Ok(target)
     }
 
+    /// What `/metrics` says, if there is such a thing.
+    pub(super) async fn metrics(&self) -> Option<String> {
+        let request = self.authorized(self.client.get(format!("{}/metrics", self.url)));
+        request.send().await.ok()?.error_for_status().ok()?.text().await.ok()
+    }
+
     pub(super) fn url(&self) -> &str {
         &self.url
     }

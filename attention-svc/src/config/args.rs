@@ -12,7 +12,7 @@ use afd_common::telemetry::LogFormat;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, parse_gate};
+use super::choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, StageChoice, parse_gate};
 
 /// Serve a model.
 #[derive(Clone, Debug, Default, PartialEq, Args, Serialize, Deserialize)]
@@ -105,9 +105,16 @@ pub struct ServeArgs {
     /// File with the token that guards joining, as given to the FFN ranks [default: none]
     #[arg(long, value_name = "FILE", help_heading = "FFN")]
     pub join_token_file: Option<PathBuf>,
-    /// Most microbatches of a step, 1 to 4: one's FFN runs while another's attention does [default: 1]
-    #[arg(long, value_name = "N", help_heading = "FFN")]
-    pub stages: Option<usize>,
+    /// Microbatches of a step, so that one's FFN runs while another's attention does: at most 1 to 4; or auto, 1 or 2,
+    /// whichever is measured to be faster [default: auto; 1 on a GPU]
+    #[arg(long, value_name = "N|auto", help_heading = "FFN")]
+    pub stages: Option<StageChoice>,
+    /// Steps that only decode are not split below so many tokens [default: 2]
+    #[arg(long, value_name = "TOKENS", help_heading = "FFN")]
+    pub stage_min_decode: Option<usize>,
+    /// Steps that read prompts are not split below so many tokens [default: 12]
+    #[arg(long, value_name = "TOKENS", help_heading = "FFN")]
+    pub stage_min_prefill: Option<usize>,
 
     /// Tensor threads [default: the number of cores]
     #[arg(long, value_name = "N", help_heading = "Capacity")]

@@ -69,6 +69,56 @@ impl From<FfnTarget> for OneOrMany {
     }
 }
 
+/// How many stages a step has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrWord", into = "NumberOrWord")]
+pub enum StageChoice {
+    /// 1 or 2, whichever turns out faster.
+    Auto,
+    /// As many as a step can be split into, up to this.
+    Fixed(usize),
+}
+
+/// In a file a number needs no quotes.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum NumberOrWord {
+    Number(usize),
+    Word(String),
+}
+
+impl FromStr for StageChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.parse()) {
+            ("auto", _) => Ok(Self::Auto),
+            (_, Ok(count @ 1..=4)) => Ok(Self::Fixed(count)),
+            _ => Err(format!("is {text}; must be 1 to 4, or auto")),
+        }
+    }
+}
+
+impl TryFrom<NumberOrWord> for StageChoice {
+    type Error = String;
+
+    fn try_from(value: NumberOrWord) -> Result<Self, String> {
+        match value {
+            NumberOrWord::Number(count) => count.to_string().parse(),
+            NumberOrWord::Word(word) => word.parse(),
+        }
+    }
+}
+
+impl From<StageChoice> for NumberOrWord {
+    fn from(choice: StageChoice) -> Self {
+        match choice {
+            StageChoice::Auto => Self::Word("auto".into()),
+            StageChoice::Fixed(count) => Self::Number(count),
+        }
+    }
+}
+
 /// How rows travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -18,11 +18,11 @@ mod choices;
 mod kv_memory;
 
 pub use args::ServeArgs;
-pub use choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat};
+pub use choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, StageChoice};
 pub use kv_memory::{KvMemory, KvPlan, KvRequest};
 
 use crate::device::{CaptureSizes, GraphSettings, MAX_CAPTURE_SIZE};
-use crate::scheduler::StageRules;
+use crate::scheduler::{StagePick, StageRules};
 
 /// An option that cannot be used; one line that names it and its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -329,12 +329,7 @@ impl CapacityConfig {
             );
             return refuse("--max-num-batched-tokens", what);
         }
-        let mut stages = StageRules::default();
-        match args.stages {
-            Some(max_stages @ 1..=4) => stages.max_stages = max_stages,
-            Some(other) => return refuse("--stages", format!("is {other}; must be 1 to 4")),
-            None => {}
-        }
+        let stages = stage_rules(args)?;
         let kv_cache = match (args.kv_cache_memory, args.kv_cache_blocks) {
             (Some(_), Some(_)) => {
                 return refuse("--kv-cache-blocks", "cannot be given with --kv-cache-memory");
@@ -363,6 +358,35 @@ impl CapacityConfig {
             body_timeout: time("--body-timeout", args.body_timeout, 60)?,
         })
     }
+}
+
+fn stage_rules(args: &ServeArgs) -> Result<StageRules, OptionError> {
+    let on_cpu = args.device.unwrap_or_default() == DeviceChoice::Cpu;
+    // On a GPU every count of stages would be captured: not unless it is asked for.
+    let choice = args.stages.unwrap_or(if on_cpu { StageChoice::Auto } else { StageChoice::Fixed(1) });
+    let (max_stages, pick) = match choice {
+        StageChoice::Auto => (2, StagePick::Measured),
+        StageChoice::Fixed(count) => (count, StagePick::Most),
+    };
+    let default = StageRules::default();
+    let at_least_1 = |option, value: Option<usize>, default: usize| match value {
+        Some(0) => refuse(option, "is 0; must be at least 1"),
+        value => Ok(value.unwrap_or(default)),
+    };
+    Ok(StageRules {
+        max_stages,
+        pick,
+        min_decode_tokens: at_least_1(
+            "--stage-min-decode",
+            args.stage_min_decode,
+            default.min_decode_tokens,
+        )?,
+        min_prefill_tokens: at_least_1(
+            "--stage-min-prefill",
+            args.stage_min_prefill,
+            default.min_prefill_tokens,
+        )?,
+    })
 }
 
 fn graphs(args: &ServeArgs, max_num_seqs: usize, max_stages: usize) -> Result<GraphSettings, OptionError> {

@@ -47,6 +47,8 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--hop-timeout", "0s"], &["--hop-timeout"]),
         (&["--max-num-batched-tokens", "8", "--max-num-seqs", "9"], &["--max-num-batched-tokens", "8", "9"]),
         (&["--stages", "5"], &["--stages", "5"]),
+        (&["--stages", "many"], &["--stages", "many", "auto"]),
+        (&["--stage-min-decode", "0"], &["--stage-min-decode", "0"]),
         (&["--threads", "0"], &["--threads", "0"]),
         (&["--max-model-len", "1"], &["--max-model-len"]),
         (&["--join-token-file", "/nowhere"], &["--join-token-file", "/nowhere"]),

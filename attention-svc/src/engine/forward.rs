@@ -33,6 +33,8 @@ pub(super) struct ForwardTimes {
     pub(super) attention: Duration,
     pub(super) dispatch: Duration,
     pub(super) ffn_wait: Duration,
+    /// Hops under way while attention computed something else; two at once count twice.
+    pub(super) ffn_hidden: Duration,
 }
 
 impl ForwardTimes {
@@ -40,6 +42,7 @@ impl ForwardTimes {
         self.attention += other.attention;
         self.dispatch += other.dispatch;
         self.ffn_wait += other.ffn_wait;
+        self.ffn_hidden += other.ffn_hidden;
     }
 }
 
@@ -64,6 +67,7 @@ struct Flight<P> {
     prepared: P,
     /// What the FFN's answer will be added to; `None` before the first layer.
     residual: Option<Tensor>,
+    dispatched: Option<Instant>,
 }
 
 /// Runs all stages through all layers. Fills `attends` when the step is recorded.
@@ -108,7 +112,7 @@ pub(super) fn forward<A: AttentionPort>(
 impl<A: AttentionPort> Pass<'_, A> {
     fn take_off(&mut self, stage: &Stage) -> Result<Flight<A::Prepared>, SequenceError> {
         let prepared = self.attention.prepare(&stage.batch).map_err(internal)?;
-        Ok(Flight { prepared, residual: None })
+        Ok(Flight { prepared, residual: None, dispatched: None })
     }
 
     /// One layer of one stage: collects the FFN's answer for the layer before, attends, sends the rows on.
@@ -131,8 +135,9 @@ impl<A: AttentionPort> Pass<'_, A> {
         }
         self.ffn.dispatch(hop, &attended.ffn_in, &side).map_err(lost)?;
         self.times.attention += attended_at - start;
-        self.times.dispatch += attended_at.elapsed();
-        flight.residual = Some(attended.residual);
+        let dispatched = Instant::now();
+        self.times.dispatch += dispatched - attended_at;
+        (flight.residual, flight.dispatched) = (Some(attended.residual), Some(dispatched));
         Ok(())
     }
 
@@ -140,6 +145,7 @@ impl<A: AttentionPort> Pass<'_, A> {
     fn land(&mut self, hop: HopKey, flight: &mut Flight<A::Prepared>) -> Result<Tensor, Stop> {
         debug_assert_eq!(hop.step, self.step);
         let start = Instant::now();
+        self.times.ffn_hidden += flight.dispatched.take().map_or(Duration::ZERO, |sent| start - sent);
         let output = self.ffn.combine(hop).map_err(lost)?;
         self.times.ffn_wait += start.elapsed();
         let mut residual = flight.residual.take().ok_or_else(|| wrong(hop, "was never dispatched".into()))?;

@@ -85,6 +85,10 @@ pub struct EngineMetrics {
     pub dispatch_us: Counter,
     /// Waiting for the FFN with nothing else to do: the bubble.
     pub ffn_wait_us: Counter,
+    /// Hops under way while attention computed something else: what stages hide.
+    pub ffn_hidden_us: Counter,
+    /// Steps by their number of stages.
+    pub stages: [Counter; 4],
     /// Sampling and telling.
     pub sample_us: Counter,
     /// Whole steps.
@@ -100,6 +104,12 @@ pub struct EngineMetrics {
 }
 
 impl EngineMetrics {
+    pub(super) fn note_stages(&self, num_stages: usize) {
+        if let Some(count) = num_stages.checked_sub(1).and_then(|at| self.stages.get(at)) {
+            count.add(1);
+        }
+    }
+
     pub(super) fn note_eager(&self, reason: EagerReason) {
         let place = EagerReason::ALL.iter().position(|one| *one == reason);
         if let Some(count) = place.and_then(|place| self.eager_steps.get(place)) {

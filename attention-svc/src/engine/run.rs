@@ -19,7 +19,9 @@ use super::{
 use crate::kv_cache::BlockPool;
 use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId, Usage};
 use crate::sampler::Scratch;
-use crate::scheduler::{NewSequence, Phase, Scheduler, Stage, Step};
+use crate::scheduler::{
+    ChosenStages, NewSequence, Phase, Scheduler, Stage, StageCounts, StagePick, StageRules, Step,
+};
 
 /// How soon a caller that went away is noticed while no step runs.
 const WAITING_TICK: Duration = Duration::from_millis(50);
@@ -43,6 +45,7 @@ pub(super) struct Engine<A: AttentionPort> {
     pub(super) state: Arc<watch::Sender<EngineState>>,
     bell: Doorbell,
     recorder: StepRecorder,
+    stage_counts: StageCounts,
     last_step: StepId,
     /// Set while the FFN cannot be used.
     loss: Option<Loss>,
@@ -69,6 +72,7 @@ impl<A: AttentionPort> Engine<A> {
         metrics.kv_blocks_total.set(pool.num_total());
         let recorder =
             StepRecorder::new(config.tracing.clone(), attention.num_layers(), config.stages.max_stages);
+        let stage_counts = StageCounts::new(config.stages.max_stages);
         Self {
             scheduler: Scheduler::new(config.limits(), pool),
             config,
@@ -81,6 +85,7 @@ impl<A: AttentionPort> Engine<A> {
             state,
             bell,
             recorder,
+            stage_counts,
             last_step: StepId(0),
             loss: None,
         }
@@ -211,7 +216,9 @@ impl<A: AttentionPort> Engine<A> {
         for id in &step.admitted {
             self.sequences.get_mut(id).into_iter().for_each(|active| active.handle_admitted(start));
         }
-        let stages = self.scheduler.stages(&step, &self.config.stages);
+        let chosen = self.choose_stages(&step);
+        let rules = StageRules { max_stages: chosen.num_stages, ..self.config.stages };
+        let stages = self.scheduler.stages(&step, &rules);
         self.last_step = StepId(self.last_step.0 + 1);
         let trace = self.record(&step);
         let outline = self.outline(&step, &stages, trace.as_ref());
@@ -228,7 +235,12 @@ impl<A: AttentionPort> Engine<A> {
         self.metrics.schedule_us.add_time(start.elapsed());
 
         let mut times = ForwardTimes::default();
+        let begun = Instant::now();
         let outcomes = self.run_layers(&outline, &stages, &mut times);
+        self.metrics.note_stages(stages.len());
+        if outcomes.is_ok() {
+            self.stage_counts.handle_step(chosen, begun.elapsed().as_secs_f64() * 1e6);
+        }
         self.note_step(&step, &times, trace.as_ref());
         let lost = outcomes.as_ref().err().map(FfnLoss::to_string);
         match outcomes {
@@ -242,6 +254,16 @@ impl<A: AttentionPort> Engine<A> {
         }
         self.metrics.step_us.add_time(start.elapsed());
         Ok(true)
+    }
+
+    /// Into how many stages the step is split, if its rules allow that.
+    fn choose_stages(&mut self, step: &Step) -> ChosenStages {
+        let (rules, rows) = (&self.config.stages, step.num_tokens());
+        let splittable = rules.splittable(step.phase(), step.items.len(), rows);
+        match rules.pick {
+            StagePick::Measured => self.stage_counts.choose(step.phase(), rows, splittable),
+            StagePick::Most => ChosenStages::fixed(splittable),
+        }
     }
 
     /// Whether, and as part of which trace, a step is recorded hop by hop.
@@ -314,6 +336,7 @@ impl<A: AttentionPort> Engine<A> {
         self.metrics.attention_us.add_time(times.attention);
         self.metrics.dispatch_us.add_time(times.dispatch);
         self.metrics.ffn_wait_us.add_time(times.ffn_wait);
+        self.metrics.ffn_hidden_us.add_time(times.ffn_hidden);
         outcomes
     }
 

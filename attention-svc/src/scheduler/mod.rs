@@ -10,6 +10,7 @@
 //!   others, only once [`Scheduler::commit`] says so. A step that failed is simply not committed.
 mod batch;
 mod sequence;
+mod stage_count;
 mod stages;
 mod step;
 #[cfg(test)]
@@ -21,7 +22,8 @@ use std::time::Instant;
 pub use self::batch::Stage;
 use self::sequence::Sequence;
 pub use self::sequence::{NewSequence, SequenceView};
-pub use self::stages::StageRules;
+pub use self::stage_count::{ChosenStages, StageCounts};
+pub use self::stages::{StagePick, StageRules};
 pub use self::step::{LogitRows, Phase, Step, StepItem};
 use crate::kv_cache::BlockPool;
 use crate::request::{FinishReason, SequenceError, SequenceId, Usage};

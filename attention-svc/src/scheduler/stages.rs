@@ -8,24 +8,40 @@ use super::step::Phase;
 pub struct StageRules {
     /// Most stages of a step, 1 to 4.
     pub max_stages: usize,
+    /// How many of them are used.
+    pub pick: StagePick,
     /// Steps that only decode stay whole below this many tokens.
     pub min_decode_tokens: usize,
     /// All other steps stay whole below this many tokens.
     pub min_prefill_tokens: usize,
 }
 
+/// How many stages a step that may be split is split into.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StagePick {
+    /// As many as it may.
+    #[default]
+    Most,
+    /// As many as [turned out](super::StageCounts) to be the fastest.
+    Measured,
+}
+
 impl Default for StageRules {
     fn default() -> Self {
-        Self { max_stages: 1, min_decode_tokens: 2, min_prefill_tokens: 12 }
+        Self { max_stages: 1, pick: StagePick::Most, min_decode_tokens: 2, min_prefill_tokens: 12 }
     }
 }
 
 impl StageRules {
+    /// Into how many stages a step of some sequences and tokens may be split.
+    pub fn splittable(&self, phase: Phase, num_sequences: usize, num_tokens: usize) -> usize {
+        let threshold = if phase == Phase::Decode { self.min_decode_tokens } else { self.min_prefill_tokens };
+        if num_tokens >= threshold { self.max_stages.clamp(1, num_sequences.max(1)) } else { 1 }
+    }
+
     /// Which items (by index) go into which stage, given the rows of each. Never an empty stage; items keep their order.
     pub(super) fn split(&self, phase: Phase, rows: &[usize]) -> Vec<Vec<usize>> {
-        let threshold = if phase == Phase::Decode { self.min_decode_tokens } else { self.min_prefill_tokens };
-        let enough = rows.iter().sum::<usize>() >= threshold;
-        let num_stages = if enough { self.max_stages.clamp(1, rows.len().max(1)) } else { 1 };
+        let num_stages = self.splittable(phase, rows.len(), rows.iter().sum());
 
         // Largest first into the emptiest stage: at most 4/3 of the best possible largest stage (Graham, 1969). Rows are
         // at least 1, so each of the first `num_stages` items opens a stage of its own.

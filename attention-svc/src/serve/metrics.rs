@@ -63,6 +63,20 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
         };
         counts.map(sample).collect()
     })?;
+    show(
+        Counter,
+        "afd_ffn_hidden_seconds_total",
+        "Time that hops were under way while attention computed something else; two at once count twice.",
+        |m| m.ffn_hidden_us.get() as f64 / 1e6,
+    )?;
+    let stages = Arc::clone(engine);
+    let help = "Steps by their number of stages.";
+    metrics.read_when_asked(Counter, "afd_steps_by_stages_total", help, &["stages"], move || {
+        let counts = stages.stages.iter().enumerate();
+        counts
+            .map(|(at, count)| Sample { labels: vec![(at + 1).to_string()], value: count.get() as f64 })
+            .collect()
+    })?;
     let times: [(&str, Read); 6] = [
         ("schedule", |m| m.schedule_us.get()),
         ("attention", |m| m.attention_us.get()),

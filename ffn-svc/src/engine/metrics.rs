@@ -36,6 +36,8 @@ pub struct EngineMetrics {
     pub send_seconds: Histogram,
     /// Time spent computing and sending, microseconds; its rate is the busy ratio.
     pub busy_us: Arc<AtomicU64>,
+    /// Time spent with nothing to run while some step was under way, microseconds: this side's bubble.
+    pub idle_us: Arc<AtomicU64>,
     /// Hops that wait or are being computed.
     pub unanswered: IntGauge,
     /// Links in use, by kind.
@@ -59,6 +61,15 @@ impl EngineMetrics {
             "Time spent computing and sending; its rate is the busy ratio.",
             &[],
             move || vec![Sample { labels: Vec::new(), value: busy.load(Relaxed) as f64 / 1e6 }],
+        )?;
+        let idle_us = Arc::<AtomicU64>::default();
+        let idle = Arc::clone(&idle_us);
+        metrics.read_when_asked(
+            ReadKind::Counter,
+            "afd_ffn_idle_seconds_total",
+            "Time with nothing to run while a step was under way: the FFN's bubble.",
+            &[],
+            move || vec![Sample { labels: Vec::new(), value: idle.load(Relaxed) as f64 / 1e6 }],
         )?;
         LinkBook::show(&book, metrics)?;
         let refused = metrics.counters(
@@ -85,6 +96,7 @@ impl EngineMetrics {
             compute_seconds: seconds("afd_ffn_compute_seconds", "Computing a batch.")?,
             send_seconds: seconds("afd_ffn_send_seconds", "Handing a result to its link.")?,
             busy_us,
+            idle_us,
             book,
             unanswered: metrics.gauge("afd_ffn_hops_unanswered", "Hops that wait or are being computed.")?,
             links: metrics.gauges("afd_ffn_links", "Links in use, by kind.", &["kind"])?,

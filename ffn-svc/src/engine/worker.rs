@@ -139,10 +139,18 @@ impl<M: StageModel> Worker<M> {
             self.metrics().unanswered.set((self.queue.len() + self.batch.len()) as i64);
             match next {
                 Some(layer) => self.run_batch(layer),
-                None => {
-                    self.bell.wait(seen, None);
-                }
+                None => self.rest(seen),
             }
+        }
+    }
+
+    /// Sleeps until something is heard.
+    fn rest(&self, seen: u64) {
+        let since_us = self.clock.now_us();
+        let under_way = self.sources.iter().any(|source| source.accounts.under_way());
+        self.bell.wait(seen, None);
+        if under_way {
+            self.metrics().idle_us.fetch_add(self.clock.now_us().saturating_sub(since_us), Relaxed);
         }
     }
 

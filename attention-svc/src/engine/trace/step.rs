@@ -113,7 +113,8 @@ impl StepRecorder {
             .with("afd.sequences", trace.links.len().max(1) as i64)
             .with("afd.attention_us", micros(times.attention))
             .with("afd.dispatch_us", micros(times.dispatch))
-            .with("afd.ffn_wait_us", micros(times.ffn_wait));
+            .with("afd.ffn_wait_us", micros(times.ffn_wait))
+            .with("afd.ffn_hidden_us", micros(times.ffn_hidden));
         if let Some((shard, time)) = slowest_shard(hops) {
             span =
                 span.with("afd.slowest_shard", i64::from(shard)).with("afd.slowest_shard_us", micros(time));

@@ -1,0 +1,271 @@
+//! How many stages a step is worth, found out by measuring (`--stages auto`). Pure: loads in, times in, a number out.
+//!
+//! Two stages hide one side's work behind the other's, and read every expert twice. Which of the two weighs more follows
+//! from model, machine, link and batch, so it is measured, for loads of a kind by themselves: steps that only decode apart
+//! from others, and sizes apart by a factor of about 1.4. A load that is new is *probed*: every count takes turns for a few
+//! steps, so that whatever changes meanwhile touches all alike, and the medians are compared. Then the best is used, and
+//! probed again after ever more steps while it stays the best: exploring costs less than 1 % in the end.
+use super::step::Phase;
+
+/// Most counts there are.
+const MAX_STAGES: usize = 4;
+/// Steps of each count in a probe.
+const PROBE: usize = 4;
+/// Steps between two probes at first, and at most.
+const FIRST_PAUSE: u32 = 128;
+const LONGEST_PAUSE: u32 = 2048;
+/// Another count has to be better by this much to be taken: near a tie nothing is gained by changing.
+const WORTH_A_CHANGE: f64 = 0.98;
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct StageCounts {
+    most: usize,
+    /// The first step of a count pays for buffers and the like: it is not counted.
+    is_warm: [bool; MAX_STAGES],
+    loads: Vec<Load>,
+}
+
+/// What is known of one kind of load.
+#[derive(Debug)]
+struct Load {
+    kind: LoadKind,
+    best: usize,
+    pause: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct LoadKind {
+    decodes: bool,
+    /// Counts there are to choose from.
+    most: usize,
+    /// Twice the logarithm of the rows.
+    size: u32,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Times a row of each count so far, microseconds.
+    Probing([Vec<f64>; MAX_STAGES]),
+    /// Steps until the next probe.
+    Settled(u32),
+}
+
+/// A count that was chosen for a step, to be given back with the time that the step took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChosenStages {
+    /// At least 1.
+    pub num_stages: usize,
+    rows: usize,
+    load: Option<usize>,
+}
+
+impl ChosenStages {
+    /// A count that nothing is to be learnt from.
+    pub fn fixed(num_stages: usize) -> Self {
+        Self { num_stages: num_stages.max(1), rows: 0, load: None }
+    }
+}
+
+impl StageCounts {
+    /// Up to `most` stages, 1 to 4.
+    pub fn new(most: usize) -> Self {
+        Self { most: most.clamp(1, MAX_STAGES), is_warm: [false; MAX_STAGES], loads: Vec::new() }
+    }
+
+    /// For a step of `rows` rows that can be split into up to `splittable` stages. Without a choice nothing is learnt.
+    pub fn choose(&mut self, phase: Phase, rows: usize, splittable: usize) -> ChosenStages {
+        let most = self.most.min(splittable);
+        if most <= 1 || rows == 0 {
+            return ChosenStages::fixed(1);
+        }
+        let kind = LoadKind { decodes: phase == Phase::Decode, most, size: rows.pow(2).ilog2() };
+        let load = match self.loads.iter().position(|load| load.kind == kind) {
+            Some(load) => load,
+            None => {
+                self.loads.push(Load { kind, best: 1, pause: FIRST_PAUSE, state: State::probing() });
+                self.loads.len() - 1
+            }
+        };
+        let num_stages = match &self.loads[load].state {
+            State::Settled(_) => self.loads[load].best,
+            // The one that was tried least, the lowest of equals.
+            State::Probing(times) => (1..=most).min_by_key(|count| times[count - 1].len()).unwrap_or(1),
+        };
+        ChosenStages { num_stages, rows, load: Some(load) }
+    }
+
+    /// A step ran well and took so long.
+    pub fn handle_step(&mut self, chosen: ChosenStages, micros: f64) {
+        let Some(load) = chosen.load.and_then(|load| self.loads.get_mut(load)) else { return };
+        let arm = chosen.num_stages - 1;
+        match &mut load.state {
+            State::Settled(0 | 1) => load.state = State::probing(),
+            State::Settled(left) => *left -= 1,
+            State::Probing(_) if !std::mem::replace(&mut self.is_warm[arm], true) => {}
+            State::Probing(times) => {
+                times[arm].push(micros / chosen.rows as f64);
+                let most = load.kind.most;
+                if times[..most].iter().all(|times| times.len() >= PROBE) {
+                    let medians = times.each_mut().map(|times| median(times));
+                    load.settle(&medians[..most]);
+                }
+            }
+        }
+    }
+}
+
+impl Load {
+    fn settle(&mut self, medians: &[f64]) {
+        let best_now =
+            (1..=medians.len()).min_by(|a, b| medians[a - 1].total_cmp(&medians[b - 1])).unwrap_or(1);
+        if medians[best_now - 1] < WORTH_A_CHANGE * medians[self.best - 1] {
+            self.best = best_now;
+            self.pause = FIRST_PAUSE;
+        } else {
+            self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        }
+        self.state = State::Settled(self.pause);
+    }
+}
+
+impl State {
+    fn probing() -> Self {
+        Self::Probing(std::array::from_fn(|_| Vec::with_capacity(PROBE + 1)))
+    }
+}
+
+/// Infinite when there is nothing.
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_unstable_by(f64::total_cmp);
+    match times.len() {
+        0 => f64::INFINITY,
+        len => (times[(len - 1) / 2] + times[len / 2]) / 2.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    /// Times of a layer's parts for one hop, microseconds.
+    #[derive(Clone, Copy)]
+    struct Machine {
+        attention: f64,
+        attention_per_row: f64,
+        /// Reading the weights.
+        ffn: f64,
+        ffn_per_row: f64,
+        /// One way.
+        link: f64,
+    }
+
+    const LAYERS: usize = 8;
+
+    /// A step through all layers, attention and FFN each doing one thing at a time.
+    fn step(machine: &Machine, rows: usize, num_stages: usize) -> f64 {
+        let rows = rows as f64 / num_stages as f64;
+        let attention = machine.attention + machine.attention_per_row * rows;
+        let ffn = (machine.ffn_per_row * rows).max(machine.ffn);
+        let (mut attention_free, mut ffn_free, mut back) = (0.0f64, 0.0f64, vec![0.0f64; num_stages]);
+        for _ in 0..LAYERS {
+            for back in &mut back {
+                attention_free = attention_free.max(*back) + attention;
+                ffn_free = ffn_free.max(attention_free + machine.link) + ffn;
+                *back = ffn_free + machine.link;
+            }
+        }
+        back.into_iter().fold(0.0, f64::max)
+    }
+
+    /// Total time of `steps` steps, how often each count was used, and the best fixed count's time.
+    fn run(machine: Machine, rows: usize, steps: usize, noise: f64) -> (f64, [usize; 2], f64) {
+        let (mut counts, mut random) = (StageCounts::new(2), ChaCha8Rng::seed_from_u64(rows as u64));
+        let (mut total, mut used, mut fixed) = (0.0, [0; 2], [0.0; 2]);
+        for _ in 0..steps {
+            let mut mood = 1.0 + noise * random.random_range(-1.0..1.0);
+            // Now and then something else has the machine.
+            mood *= if noise > 0.0 && random.random_range(0..50) == 0 { 4.0 } else { 1.0 };
+            let chosen = counts.choose(Phase::Decode, rows, 2);
+            let time = step(&machine, rows, chosen.num_stages) * mood;
+            counts.handle_step(chosen, time);
+            total += time;
+            used[chosen.num_stages - 1] += 1;
+            (1..=2).for_each(|count| fixed[count - 1] += step(&machine, rows, count) * mood);
+        }
+        (total, used, fixed[0].min(fixed[1]))
+    }
+
+    /// The FFN reads its weights for as long as attention computes: a second stage reads them twice.
+    const WEIGHT_BOUND: Machine =
+        Machine { attention: 200.0, attention_per_row: 2.0, ffn: 900.0, ffn_per_row: 1.0, link: 10.0 };
+    /// Both sides work row by row.
+    const TOKEN_BOUND: Machine =
+        Machine { attention: 10.0, attention_per_row: 12.0, ffn: 20.0, ffn_per_row: 12.0, link: 10.0 };
+
+    #[test]
+    fn a_weight_bound_ffn_gets_one_stage_and_two_token_bound_sides_two() {
+        assert!(step(&WEIGHT_BOUND, 32, 2) > 1.3 * step(&WEIGHT_BOUND, 32, 1));
+        assert!(step(&TOKEN_BOUND, 128, 2) < 0.7 * step(&TOKEN_BOUND, 128, 1));
+        let (_, used, _) = run(WEIGHT_BOUND, 32, 1000, 0.0);
+        assert!(used[0] > 980, "{used:?}");
+        let (_, used, _) = run(TOKEN_BOUND, 128, 1000, 0.0);
+        assert!(used[1] > 980, "{used:?}");
+    }
+
+    #[test]
+    fn it_costs_less_than_three_percent_of_the_better_fixed_count() {
+        for (machine, rows) in [
+            (WEIGHT_BOUND, 4),
+            (WEIGHT_BOUND, 64),
+            (TOKEN_BOUND, 16),
+            (TOKEN_BOUND, 500),
+            (Machine { ffn: 300.0, ..TOKEN_BOUND }, 40),
+        ] {
+            for noise in [0.0, 0.1, 0.3] {
+                let (total, used, fixed) = run(machine, rows, 2000, noise);
+                assert!(total < 1.03 * fixed, "{rows} rows, noise {noise}: {} {used:?}", total / fixed);
+            }
+        }
+    }
+
+    #[test]
+    fn kinds_of_load_are_learnt_apart_and_a_change_is_noticed() {
+        let mut counts = StageCounts::new(2);
+        let mut machine = WEIGHT_BOUND;
+        let mut run = |machine: &Machine, phase, rows, steps| {
+            let mut last = 0;
+            for _ in 0..steps {
+                let chosen = counts.choose(phase, rows, 2);
+                counts.handle_step(chosen, step(machine, rows, chosen.num_stages));
+                last = chosen.num_stages;
+            }
+            last
+        };
+        assert_eq!(run(&machine, Phase::Decode, 8, 100), 1);
+        assert_eq!(run(&TOKEN_BOUND, Phase::Prefill, 8, 100), 2);
+        assert_eq!(run(&machine, Phase::Decode, 8, 1), 1, "nothing of it is forgotten");
+        machine = TOKEN_BOUND;
+        assert_eq!(run(&machine, Phase::Decode, 8, 3 * FIRST_PAUSE), 2);
+    }
+
+    #[test]
+    fn what_cannot_be_split_is_one_stage_and_teaches_nothing() {
+        let mut counts = StageCounts::new(4);
+        let alone = counts.choose(Phase::Decode, 1, 1);
+        counts.handle_step(alone, 1.0);
+        assert_eq!((alone.num_stages, counts.loads.len()), (1, 0));
+        let seen: std::collections::BTreeSet<usize> = (0..40)
+            .map(|_| {
+                let chosen = counts.choose(Phase::Mixed, 100, 3);
+                counts.handle_step(chosen, 100.0);
+                chosen.num_stages
+            })
+            .collect();
+        assert_eq!(seen, [1, 2, 3].into(), "never more than the step can be split into");
+    }
+}
