@@ -7,7 +7,6 @@ import math
 import ssl
 import sys
 
-import httpx
 import openai
 from openai import OpenAI
 
@@ -140,7 +139,7 @@ def refusals(client, model):
 
 def main():
     url, token, *ca = sys.argv[1:]
-    http_client = httpx.Client(verify=ssl.create_default_context(cafile=ca[0])) if ca else None
+    http_client = openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=ca[0])) if ca else None
     arguments = dict(base_url=f"{url}/v1", max_retries=0, timeout=60, http_client=http_client)
     client = OpenAI(api_key=token, **arguments)
     if ca:
