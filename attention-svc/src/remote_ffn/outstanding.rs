@@ -3,6 +3,7 @@ use afd_common::frame::{FrameHeader, FrameKind, RowType};
 use afd_common::ids::{HopKey, StepId};
 use afd_common::link::InFrame;
 use tch::{Kind, Tensor};
+use tonic::Code;
 
 use super::edge::Edge;
 use super::hop_table::{Arrival, HopTable};
@@ -30,6 +31,11 @@ impl Outstanding {
     /// The kept rows of a hop.
     pub fn kept(&self, key: HopKey) -> Option<&Kept> {
         self.kept.iter().find(|kept| kept.key == key)
+    }
+
+    /// Hops whose rows are kept, or that somebody owes an answer for.
+    pub fn num_outstanding(&self) -> usize {
+        self.kept.len().max(self.table.len())
     }
 
     /// Rows of all outstanding hops together.
@@ -72,7 +78,12 @@ impl Outstanding {
                 Ok(self.table.handle_arrival(hop, shard, edge.id, part))
             }
             FrameKind::Error => {
-                let what = String::from_utf8_lossy(frame.body().get(4..).unwrap_or_default()).into_owned();
+                let (code, text) = frame.body().split_first_chunk().unwrap_or((&[0; 4], &[]));
+                let what = String::from_utf8_lossy(text).into_owned();
+                // Not these rows are at fault: an answer got lost on the link, or the rank is about to go.
+                if let Code::AlreadyExists | Code::Unavailable = Code::from(i32::from_le_bytes(*code)) {
+                    return Err(format!("{hop}: {what}"));
+                }
                 self.rejected = Some(FfnLoss::Rejected { hop, peer: edge.peer.to_string(), what });
                 Ok(Arrival::Accepted)
             }

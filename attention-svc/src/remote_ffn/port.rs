@@ -128,6 +128,11 @@ impl RemoteFfn {
         }
     }
 
+    /// Hops whose rows are kept: 0 between steps.
+    pub fn num_outstanding(&self) -> usize {
+        self.hops.num_outstanding()
+    }
+
     /// Microseconds since the port began.
     fn now_us(&self) -> u64 {
         (self.clock.now() - self.started).as_micros() as u64

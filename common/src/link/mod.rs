@@ -11,6 +11,8 @@ use crate::frame::{FrameHeader, FrameLimits};
 use crate::ids::Epoch;
 
 pub mod attach;
+#[doc(hidden)]
+pub mod bare;
 pub mod book;
 #[doc(hidden)]
 pub mod contract;
@@ -20,6 +22,7 @@ pub mod grants;
 mod in_frame;
 mod inbox;
 pub mod inline;
+mod intake;
 pub mod loopback;
 pub mod pool;
 mod port;

@@ -24,6 +24,8 @@ mod hop_error;
 mod metrics;
 mod stage_model;
 mod staging;
+#[doc(hidden)]
+pub mod stepped;
 #[cfg(test)]
 mod tests;
 mod worker;

@@ -97,6 +97,17 @@ impl Clock {
     }
 }
 
+/// What a turn of the loop came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// A batch ran.
+    Ran,
+    /// There is nothing to do until the bell rings.
+    Idle,
+    /// The engine was told to end.
+    Stopped,
+}
+
 /// Whether the loop goes on.
 enum Heard {
     Nothing,
@@ -131,17 +142,26 @@ impl<M: StageModel> Worker<M> {
         loop {
             // Read before looking, so that what rings meanwhile is not slept through.
             let seen = self.bell.count();
-            if let Heard::Stop { reason } = self.hear() {
-                return self.stop(&reason);
-            }
-            self.poll_links();
-            let next = self.queue.pick(&mut self.batch);
-            self.metrics().unanswered.set((self.queue.len() + self.batch.len()) as i64);
-            match next {
-                Some(layer) => self.run_batch(layer),
-                None => self.rest(seen),
+            match self.turn() {
+                Turn::Ran => {}
+                Turn::Idle => self.rest(seen),
+                Turn::Stopped => return,
             }
         }
+    }
+
+    /// Hears, looks, and runs what is next, if there is anything.
+    pub(super) fn turn(&mut self) -> Turn {
+        if let Heard::Stop { reason } = self.hear() {
+            self.stop(&reason);
+            return Turn::Stopped;
+        }
+        self.poll_links();
+        let next = self.queue.pick(&mut self.batch);
+        self.metrics().unanswered.set((self.queue.len() + self.batch.len()) as i64);
+        let Some(layer) = next else { return Turn::Idle };
+        self.run_batch(layer);
+        Turn::Ran
     }
 
     /// Sleeps until something is heard.

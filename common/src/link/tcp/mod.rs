@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 
-use super::loopback::receive_pool;
+use super::intake::Intake;
 use super::port::Port;
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{FrameHeader, HEADER_BYTES, MAX_TEXT_BYTES, body_crc};
@@ -60,10 +60,8 @@ impl TcpLink {
             .push(Builder::new().name("tcp-write".into()).spawn(move || outbox.run(stream.socket()))?);
         let reader = reader::Reader {
             stream: link.stream.clone(),
-            inbox: Arc::clone(&link.port.inbox),
+            intake: Intake::new(&link.port),
             outbox: Arc::clone(&link.outbox),
-            pool: receive_pool(&link.port),
-            limits: link.port.limits.frame_limits(),
         };
         link.threads.push(Builder::new().name("tcp-read".into()).spawn(move || reader.run())?);
         Ok(link)

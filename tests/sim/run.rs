@@ -1,0 +1,307 @@
+//! One run: an attention engine of straw drives the real port through some steps in a world of one seed.
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use afd_common::frame::{FrameHeader, RowType};
+use afd_common::ids::StepId;
+use afd_common::link::Doorbell;
+use attention_svc::engine::{FfnLoss, FfnPort, SideTensors, StepOutline};
+use attention_svc::remote_ffn::clock::Clock;
+use attention_svc::remote_ffn::port::{PortParts, PortSettings, RemoteFfn};
+use attention_svc::remote_ffn::stats::FfnStats;
+use attention_svc::scheduler::Phase;
+use tch::{Kind, Tensor};
+
+use crate::dice::Dice;
+use crate::faults::Faults;
+use crate::model::{HIDDEN, whole};
+use crate::world::{LEASE, Shape, World};
+
+const HOP_TIMEOUT: Duration = Duration::from_millis(80);
+const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
+/// As the real engine: a step that was lost runs again so often.
+const MAX_STEP_REPEATS: u32 = 3;
+/// No step may take longer, whatever happens: every wait in it is bounded.
+const STEP_BOUND: Duration = Duration::from_secs(20);
+/// Times that the clock may be read without any time passing.
+const PATIENCE: u64 = 200_000;
+
+/// What became of a run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Summary {
+    pub(crate) hops: u64,
+    /// Steps that ended with a typed error, however often they were repeated.
+    pub(crate) failed: u64,
+    pub(crate) replays: u64,
+    pub(crate) losses: u64,
+    pub(crate) harmed: u64,
+    pub(crate) neighbours: u64,
+}
+
+impl Summary {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.hops += other.hops;
+        self.failed += other.failed;
+        self.replays += other.replays;
+        self.losses += other.losses;
+        self.harmed += other.harmed;
+        self.neighbours += other.neighbours;
+    }
+}
+
+struct SimClock {
+    world: Arc<Mutex<World>>,
+    base: Instant,
+    reads: AtomicU64,
+}
+
+fn lock(world: &Mutex<World>) -> MutexGuard<'_, World> {
+    world.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Clock for SimClock {
+    fn now(&self) -> Instant {
+        let reads = self.reads.fetch_add(1, Ordering::Relaxed);
+        assert!(reads < PATIENCE, "somebody spins: the time was read {PATIENCE} times and nothing happened");
+        self.base + Duration::from_micros(lock(&self.world).now_us)
+    }
+
+    fn wait(&mut self, bell: &Doorbell, seen: u64, deadline: Instant) {
+        let until_us = (deadline - self.base).as_micros() as u64;
+        let mut world = lock(&self.world);
+        let before_us = world.now_us;
+        world.look();
+        while bell.count() == seen {
+            match world.next_at() {
+                Some(at) if at <= until_us => world.step(),
+                _ => {
+                    world.now_us = world.now_us.max(until_us);
+                    break;
+                }
+            }
+        }
+        if world.now_us > before_us {
+            self.reads.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The attention engine of straw.
+struct Straw {
+    world: Arc<Mutex<World>>,
+    clock: SimClock,
+    port: RemoteFfn,
+    bell: Doorbell,
+    shape: Shape,
+    dice: Dice,
+    step: u64,
+    summary: Summary,
+}
+
+impl Straw {
+    fn pass(&mut self, time: Duration) {
+        let until = self.clock.now() + time;
+        while self.clock.now() < until {
+            let seen = self.bell.count();
+            self.port.idle();
+            self.clock.wait(&self.bell, seen, until);
+        }
+    }
+
+    /// Waits for every shard to have a rank.
+    fn become_ready(&mut self, limit: Duration) -> bool {
+        let until = self.clock.now() + limit;
+        loop {
+            let seen = self.bell.count();
+            self.port.idle();
+            if self.port.ready() {
+                return true;
+            }
+            if self.clock.now() >= until {
+                return false;
+            }
+            self.clock.wait(&self.bell, seen, until);
+        }
+    }
+
+    /// Runs a step until it is through or given up. `Ok(false)`: given up, with a typed error.
+    fn step(&mut self) -> Result<bool, String> {
+        for _ in 0..=MAX_STEP_REPEATS {
+            if !self.become_ready(LOSS_TIMEOUT) {
+                return Ok(false);
+            }
+            // Gaps are legal.
+            self.step += self.dice.between(1, 3);
+            let begun = self.clock.now();
+            let outcome = self.try_step();
+            self.port.end_step(StepId(self.step));
+            let (took, left) = (self.clock.now() - begun, self.port.num_outstanding());
+            if left != 0 {
+                return Err(format!("{left} hops outlive step {}", self.step));
+            }
+            if took > STEP_BOUND {
+                return Err(format!("step {} took {took:?}", self.step));
+            }
+            match outcome {
+                Ok(()) => return Ok(true),
+                Err(Failure::Wrong(what)) => return Err(what),
+                Err(Failure::Loss(FfnLoss::Fatal { what })) => return Err(format!("fatal: {what}")),
+                Err(Failure::Loss(loss @ FfnLoss::Rejected { .. })) => {
+                    return Err(format!("a sound hop was rejected: {loss}"));
+                }
+                Err(Failure::Loss(FfnLoss::Unavailable { .. })) => {}
+            }
+        }
+        Ok(false)
+    }
+
+    fn try_step(&mut self) -> Result<(), Failure> {
+        let stages = self.dice.between(1, self.shape.num_stages.into()) as u8;
+        let rows: Vec<u32> = (0..stages).map(|_| self.dice.between(1, 3) as u32).collect();
+        let outline = StepOutline {
+            step: StepId(self.step),
+            phase: Phase::Decode,
+            stage_rows: rows.iter().map(|rows| *rows as usize).collect(),
+            trace: None,
+        };
+        self.port.begin_step(&outline)?;
+        let mut asked: Vec<Option<Vec<f32>>> = vec![None; stages.into()];
+        for layer in 0..self.shape.num_layers {
+            for stage in 0..stages {
+                // The stage's previous layer first: one's FFN runs while another's attention does.
+                self.combine(layer.wrapping_sub(1), stage, &mut asked)?;
+                asked[usize::from(stage)] = Some(self.dispatch(layer, stage, rows[usize::from(stage)])?);
+            }
+        }
+        for stage in 0..stages {
+            self.combine(self.shape.num_layers - 1, stage, &mut asked)?;
+        }
+        Ok(())
+    }
+
+    fn dispatch(&mut self, layer: u16, stage: u8, rows: u32) -> Result<Vec<f32>, Failure> {
+        // No rows at all are legal too.
+        let rows = if self.dice.chance(50) { 0 } else { rows as usize };
+        let values: Vec<f32> = (0..rows * HIDDEN).map(|_| self.dice.between(0, 999) as f32).collect();
+        let tensor = Tensor::from_slice(&values).view([rows as i64, HIDDEN as i64]);
+        let key = FrameHeader::key(self.step, layer, stage);
+        self.port.dispatch(key, &tensor, &SideTensors::None)?;
+        Ok(values)
+    }
+
+    fn combine(&mut self, layer: u16, stage: u8, asked: &mut [Option<Vec<f32>>]) -> Result<(), Failure> {
+        let Some(values) = asked[usize::from(stage)].take() else { return Ok(()) };
+        let key = FrameHeader::key(self.step, layer, stage);
+        let sum = self.port.combine(key)?;
+        let found = Vec::<f32>::try_from(sum.to_kind(Kind::Float).reshape([-1]));
+        let found = found.map_err(|error| Failure::Wrong(error.to_string()))?;
+        let expected: Vec<f32> = values.iter().map(|x| whole(*x, layer, self.shape.num_shards)).collect();
+        if found != expected {
+            return Err(Failure::Wrong(format!("{key}: {found:?} came back, expected {expected:?}")));
+        }
+        self.summary.hops += 1;
+        Ok(())
+    }
+}
+
+enum Failure {
+    Loss(FfnLoss),
+    Wrong(String),
+}
+
+impl From<FfnLoss> for Failure {
+    fn from(loss: FfnLoss) -> Self {
+        Self::Loss(loss)
+    }
+}
+
+/// Runs a seed. With `is_told` it prints what happens.
+///
+/// # Errors
+/// Which invariant was broken.
+pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
+    let mut dice = Dice::new(seed);
+    let shape = Shape {
+        num_shards: dice.between(1, 3) as u32,
+        replicas: dice.between(1, 2) as u32,
+        num_layers: dice.between(1, 3) as u16,
+        num_stages: dice.between(1, 2) as u8,
+    };
+    let num_steps = dice.between(2, 8);
+    let span_us = num_steps * u64::from(shape.num_layers) * 700;
+    let faults = Faults::throw(&mut dice, (shape.num_shards * shape.replicas) as usize, span_us);
+    let in_order = dice.chance(500);
+    if is_told {
+        println!("seed {seed}: {shape:?}, {num_steps} steps, in order: {in_order}, {faults:?}");
+    }
+    let (events, receiver) = crossbeam_channel::unbounded();
+    let (bell, stats, base) = (Doorbell::default(), Arc::new(FfnStats::default()), Instant::now());
+    let world_dice = Dice::new(seed ^ 0xa5a5);
+    let mut world = World::new(shape, faults, in_order, world_dice, base, events, bell.clone());
+    world.is_told = is_told;
+    let world = Arc::new(Mutex::new(world));
+    let clock = || SimClock { world: Arc::clone(&world), base, reads: AtomicU64::new(0) };
+    let settings = PortSettings {
+        hidden_size: HIDDEN as u32,
+        rows: RowType::F32,
+        rank: dice.between(0, 3) as u32,
+        hop_timeout: HOP_TIMEOUT,
+        hop_timeout_per_row: Duration::from_millis(1),
+        loss_timeout: LOSS_TIMEOUT,
+    };
+    let parts = PortParts {
+        bell: bell.clone(),
+        events: receiver,
+        clock: Box::new(clock()),
+        stats: Arc::clone(&stats),
+        standing: Arc::new(String::new),
+    };
+    let port = RemoteFfn::new(settings, parts);
+    let summary = Summary::default();
+    let mut straw =
+        Straw { world: Arc::clone(&world), clock: clock(), port, bell, shape, dice, step: 0, summary };
+
+    for _ in 0..num_steps {
+        if !straw.step()? {
+            straw.summary.failed += 1;
+        }
+        let pause = Duration::from_micros(straw.dice.between(0, 500));
+        straw.pass(pause);
+        violated(&straw.world)?;
+    }
+    // Once nothing goes wrong any more, everything works again, by itself and before long.
+    lock(&straw.world).heal();
+    straw.pass(3 * LEASE);
+    for _ in 0..2 {
+        if !straw.step()? {
+            return Err("it does not serve again though all is well".into());
+        }
+    }
+    straw.summary.losses = stats.losses.load(Ordering::Relaxed);
+    straw.summary.replays = stats.replays.load(Ordering::Relaxed);
+    finish(straw)
+}
+
+fn violated(world: &Mutex<World>) -> Result<(), String> {
+    lock(world).violations.first().cloned().map_or(Ok(()), Err)
+}
+
+/// The attention rank ends; nothing of it may be left anywhere.
+fn finish(straw: Straw) -> Result<Summary, String> {
+    let Straw { world, port, mut summary, .. } = straw;
+    drop(port);
+    let mut world = lock(&world);
+    summary.neighbours = world.num_neighbour_answers();
+    summary.harmed = world.num_harmed();
+    world.end();
+    world.look();
+    let until_us = world.now_us + 4 * LEASE.as_micros() as u64;
+    while world.next_at().is_some_and(|at| at <= until_us) {
+        world.step();
+    }
+    match world.leftovers().first().or(world.violations.first()) {
+        Some(what) => Err(what.clone()),
+        None => Ok(summary),
+    }
+}

@@ -1,0 +1,650 @@
+//! Everything around the attention engine's port, in virtual time: FFN processes, the control plane's tasks as state
+//! machines, the network between them. Nothing happens but what is in the queue of events, in the order of their times.
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use afd_common::frame::RowType;
+use afd_common::ids::{Epoch, HopKey, Shard};
+use afd_common::link::bare;
+use afd_common::link::{Doorbell, Limits, LinkKind};
+use afd_common::proto::v1;
+use attention_svc::remote_ffn::edge::{Edge, EdgeControl, EdgeEvent, Life};
+use attention_svc::remote_ffn::hop_table::EdgeId;
+use attention_svc::remote_ffn::roster::{self, Roster};
+use tokio::sync::mpsc;
+
+use crate::dice::Dice;
+use crate::faults::{Faults, Mishap};
+use crate::ffn::{MAX_ROWS, Process};
+use crate::model::HIDDEN;
+use crate::neighbour::{Neighbour, Wants};
+use crate::network::{Arrival, Link, Network, To};
+
+pub(crate) const LEASE: Duration = Duration::from_millis(300);
+const PLAN_QUEUE: usize = 16;
+
+/// Sizes of a deployment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) num_shards: u32,
+    pub(crate) replicas: u32,
+    pub(crate) num_layers: u16,
+    pub(crate) num_stages: u8,
+}
+
+enum Event {
+    Arrive {
+        link: usize,
+        to: To,
+        bytes: Vec<u8>,
+    },
+    /// An FFN engine looks at its links.
+    Turn {
+        rank: usize,
+    },
+    /// A control task tries to join.
+    Connect {
+        rank: usize,
+    },
+    Plan {
+        rank: usize,
+        incarnation: u64,
+        tag: u64,
+        plan: v1::StepPlan,
+    },
+    /// A control task and its rank hear of each other, if they can.
+    Beat {
+        rank: usize,
+        edge: EdgeId,
+    },
+    /// An FFN process looks for leases that are over.
+    Expire {
+        rank: usize,
+        incarnation: u64,
+    },
+    /// A rank hears that a control stream has ended.
+    Hangup {
+        rank: usize,
+        incarnation: u64,
+        tag: u64,
+    },
+    /// The attention rank hears that a process is gone.
+    Reset {
+        link: usize,
+    },
+    Neighbour {
+        rank: usize,
+        incarnation: u64,
+    },
+    Mishap(Mishap),
+    Continue {
+        rank: usize,
+    },
+    Heal {
+        rank: usize,
+    },
+    /// A process that drains ends.
+    Leave {
+        rank: usize,
+        down_us: u64,
+    },
+    Restart {
+        rank: usize,
+    },
+}
+
+struct Rank {
+    address: SocketAddr,
+    shard: Shard,
+    process: Option<Process>,
+    next_incarnation: u64,
+    control: Option<Control>,
+    neighbour: Option<Neighbour>,
+    /// Cut directions.
+    to_ffn_cut: bool,
+    to_attention_cut: bool,
+}
+
+/// A session as the control task holds it.
+struct Control {
+    edge: EdgeId,
+    link: usize,
+    tag: u64,
+    process: roster::Process,
+    incarnation: u64,
+    plans: mpsc::Receiver<v1::StepPlan>,
+    abandoned: mpsc::Receiver<String>,
+    life: Arc<Life>,
+    heard_us: u64,
+    last_begun: Option<HopKey>,
+}
+
+/// See the module's head.
+pub(crate) struct World {
+    pub(crate) now_us: u64,
+    pub(crate) violations: Vec<String>,
+    /// Printed as things happen, when a seed is replayed.
+    pub(crate) is_told: bool,
+    base: Instant,
+    shape: Shape,
+    dice: Dice,
+    queue: BTreeMap<(u64, u64), Event>,
+    num_events: u64,
+    network: Network,
+    ranks: Vec<Rank>,
+    roster: Roster,
+    events: crossbeam_channel::Sender<EdgeEvent>,
+    bell: Doorbell,
+    next_edge: u64,
+    /// The attention rank's rows are on their way, or were until now.
+    busy_until_us: u64,
+    is_over: bool,
+}
+
+impl World {
+    pub(crate) fn new(
+        shape: Shape,
+        faults: Faults,
+        in_order: bool,
+        dice: Dice,
+        base: Instant,
+        events: crossbeam_channel::Sender<EdgeEvent>,
+        bell: Doorbell,
+    ) -> Self {
+        let mishaps = faults.mishaps.clone();
+        let ranks = (0..shape.num_shards * shape.replicas).map(|rank| Rank {
+            address: ([10, 0, 0, 1], 7000 + rank as u16).into(),
+            shard: Shard::new(rank / shape.replicas, shape.num_shards).expect("an index below the count"),
+            process: None,
+            next_incarnation: 1,
+            control: None,
+            neighbour: None,
+            to_ffn_cut: false,
+            to_attention_cut: false,
+        });
+        let mut world = Self {
+            now_us: 0,
+            violations: Vec::new(),
+            is_told: false,
+            base,
+            shape,
+            dice,
+            queue: BTreeMap::new(),
+            num_events: 0,
+            network: Network::new(faults, in_order),
+            ranks: ranks.collect(),
+            roster: Roster::default(),
+            events,
+            bell,
+            next_edge: 1,
+            busy_until_us: 0,
+            is_over: false,
+        };
+        for rank in 0..world.ranks.len() {
+            world.start(rank);
+            let after = world.dice.between(0, 3000);
+            world.after(after, Event::Connect { rank });
+        }
+        mishaps.into_iter().for_each(|(at, mishap)| world.after(at, Event::Mishap(mishap)));
+        world
+    }
+
+    pub(crate) fn now(&self) -> Instant {
+        self.base + Duration::from_micros(self.now_us)
+    }
+
+    pub(crate) fn num_harmed(&self) -> u64 {
+        self.network.num_harmed
+    }
+
+    pub(crate) fn num_neighbour_answers(&self) -> u64 {
+        self.ranks
+            .iter()
+            .filter_map(|rank| rank.neighbour.as_ref())
+            .map(|neighbour| neighbour.num_answers)
+            .sum()
+    }
+
+    /// When something happens next.
+    pub(crate) fn next_at(&self) -> Option<u64> {
+        self.queue.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    /// Lets the next thing happen.
+    pub(crate) fn step(&mut self) {
+        let Some(((at, _), event)) = self.queue.pop_first() else { return };
+        self.now_us = self.now_us.max(at);
+        self.handle(event);
+        self.pump();
+    }
+
+    /// From now on nothing goes wrong any more, and whoever was gone comes back.
+    pub(crate) fn heal(&mut self) {
+        self.tell("all is well from here on");
+        self.network.faults = Faults::none();
+        let bad = |event: &Event| {
+            matches!(
+                event,
+                Event::Mishap(_)
+                    | Event::Continue { .. }
+                    | Event::Heal { .. }
+                    | Event::Leave { .. }
+                    | Event::Restart { .. }
+            )
+        };
+        self.queue.retain(|_, event| !bad(event));
+        for rank in 0..self.ranks.len() {
+            (self.ranks[rank].to_ffn_cut, self.ranks[rank].to_attention_cut) = (false, false);
+            if self.ranks[rank].process.as_ref().is_some_and(|process| process.is_draining) {
+                self.crash(rank);
+            }
+            match &mut self.ranks[rank].process {
+                Some(process) => process.is_stopped = false,
+                None => self.start(rank),
+            }
+            self.after(0, Event::Turn { rank });
+        }
+    }
+
+    /// The attention rank is gone: nobody joins again.
+    pub(crate) fn end(&mut self) {
+        self.is_over = true;
+        for rank in 0..self.ranks.len() {
+            self.hang_up(rank, "the attention rank has ended");
+            self.ranks[rank].neighbour = None;
+        }
+    }
+
+    /// What is left that should not be, once everything has ended: frames that nobody has let go, and sessions.
+    pub(crate) fn leftovers(&mut self) -> Vec<String> {
+        let mut left = Vec::new();
+        for (at, link) in self.network.links.drain(..).enumerate() {
+            for (side, wire) in [("attention", link.attention), ("FFN", link.ffn)] {
+                let stats = wire.stats();
+                // What arrived and was never looked at ends with the link.
+                drop(wire);
+                let held = stats.counts().frames_held;
+                if held != 0 {
+                    left.push(format!("link {at}: {held} frames are held at the {side} end"));
+                }
+            }
+        }
+        for (at, rank) in self.ranks.iter().enumerate() {
+            let sessions = rank.process.as_ref().map_or(0, Process::num_sessions);
+            if sessions != 0 {
+                left.push(format!("F{at} still has {sessions} sessions"));
+            }
+        }
+        left
+    }
+
+    fn tell(&self, what: impl std::fmt::Display) {
+        if self.is_told {
+            println!("{:>9} us  {what}", self.now_us);
+        }
+    }
+
+    fn after(&mut self, us: u64, event: Event) {
+        self.num_events += 1;
+        self.queue.insert((self.now_us + us, self.num_events), event);
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Arrive { link, to, bytes } => {
+                let at = &self.network.links[link];
+                at.wire(to).deliver(&bytes);
+                if to == To::Ffn {
+                    let (rank, after) = (at.rank, self.dice.between(5, 60));
+                    self.after(after, Event::Turn { rank });
+                }
+            }
+            Event::Turn { rank } => {
+                let running = self.ranks[rank].process.as_mut().filter(|process| !process.is_stopped);
+                if running.is_some_and(Process::turn) {
+                    let after = self.dice.between(10, 300);
+                    self.after(after, Event::Turn { rank });
+                }
+            }
+            Event::Connect { rank } => self.connect(rank),
+            Event::Plan { rank, incarnation, tag, plan } => {
+                let refused =
+                    self.process(rank, incarnation).and_then(|process| process.plan(tag, &plan).err());
+                if let Some(refused) = refused {
+                    self.violations.push(format!("F{rank} refused a plan: {refused}"));
+                }
+            }
+            Event::Beat { rank, edge } => self.beat(rank, edge),
+            Event::Expire { rank, incarnation } => {
+                let now = self.now();
+                let running = self.process(rank, incarnation).map(|process| process.expire(now)).is_some();
+                if running || self.is_stopped(rank, incarnation) {
+                    self.after(LEASE.as_micros() as u64 / 4, Event::Expire { rank, incarnation });
+                    self.after(0, Event::Turn { rank });
+                }
+            }
+            Event::Hangup { rank, incarnation, tag } => {
+                if let Some(process) = self.process(rank, incarnation) {
+                    process.end(tag, "the attention rank closed its control stream");
+                    self.after(0, Event::Turn { rank });
+                }
+            }
+            Event::Reset { link } => {
+                let Link { rank, attention, .. } = &self.network.links[link];
+                attention.cut("connection reset by peer");
+                let rank = *rank;
+                if self.ranks[rank].control.as_ref().is_some_and(|control| control.link == link) {
+                    self.hang_up(rank, "control stream failed");
+                }
+            }
+            Event::Neighbour { rank, incarnation } => self.visit_neighbour(rank, incarnation),
+            Event::Mishap(mishap) => self.befall(mishap),
+            Event::Continue { rank } => {
+                self.tell(format_args!("F{rank} continues"));
+                self.ranks[rank].process.iter_mut().for_each(|process| process.is_stopped = false);
+                self.after(0, Event::Turn { rank });
+            }
+            Event::Heal { rank } => {
+                self.tell(format_args!("F{rank} can be reached again"));
+                (self.ranks[rank].to_ffn_cut, self.ranks[rank].to_attention_cut) = (false, false);
+            }
+            Event::Leave { rank, down_us } => {
+                if self.ranks[rank].process.as_ref().is_some_and(|process| process.is_draining) {
+                    self.crash(rank);
+                    self.after(down_us, Event::Restart { rank });
+                }
+            }
+            Event::Restart { rank } => {
+                if self.ranks[rank].process.is_none() {
+                    self.start(rank);
+                }
+            }
+        }
+    }
+
+    /// A process that runs and is the one that was meant.
+    fn process(&mut self, rank: usize, incarnation: u64) -> Option<&mut Process> {
+        let process = self.ranks[rank].process.as_mut()?;
+        (process.incarnation == incarnation && !process.is_stopped).then_some(process)
+    }
+
+    fn is_stopped(&self, rank: usize, incarnation: u64) -> bool {
+        let process = self.ranks[rank].process.as_ref();
+        process.is_some_and(|process| process.incarnation == incarnation && process.is_stopped)
+    }
+
+    fn is_reachable(&self, rank: usize) -> bool {
+        let Rank { process, to_ffn_cut, to_attention_cut, .. } = &self.ranks[rank];
+        !to_ffn_cut && !to_attention_cut && process.as_ref().is_some_and(|process| !process.is_stopped)
+    }
+
+    // ---- processes come and go
+
+    fn start(&mut self, rank: usize) {
+        let Shape { num_layers, num_stages, .. } = self.shape;
+        let at = &mut self.ranks[rank];
+        let incarnation = at.next_incarnation;
+        at.next_incarnation += 1;
+        at.process = Some(Process::start(at.shard, num_layers, num_stages.into(), incarnation));
+        self.tell(format_args!("F{rank} starts, incarnation {incarnation}"));
+        self.after(LEASE.as_micros() as u64 / 4, Event::Expire { rank, incarnation });
+        let after = self.dice.between(0, 2000);
+        self.after(after, Event::Neighbour { rank, incarnation });
+    }
+
+    /// The process is gone from one moment to the next; its peers hear of it when the network lets them.
+    fn crash(&mut self, rank: usize) {
+        self.ranks[rank].process = None;
+        self.ranks[rank].neighbour = None;
+        let mut orphans = Vec::new();
+        for (at, link) in self.network.links.iter_mut().enumerate() {
+            if link.rank == rank && !link.is_orphan {
+                link.is_orphan = true;
+                orphans.push(at);
+            }
+        }
+        let is_cut = self.ranks[rank].to_attention_cut;
+        for link in orphans {
+            if !is_cut {
+                let after = self.dice.between(20, 400);
+                self.after(after, Event::Reset { link });
+            }
+        }
+    }
+
+    fn befall(&mut self, mishap: Mishap) {
+        self.tell(format_args!("{mishap:?}"));
+        match mishap {
+            Mishap::Crash { rank, down_us } => {
+                if self.ranks[rank].process.is_some() {
+                    self.crash(rank);
+                    self.after(down_us, Event::Restart { rank });
+                }
+            }
+            Mishap::Stop { rank, for_us } => {
+                if let Some(process) = &mut self.ranks[rank].process {
+                    process.is_stopped = true;
+                    self.after(for_us, Event::Continue { rank });
+                }
+            }
+            Mishap::Cut { rank } => {
+                if let Some(control) = &self.ranks[rank].control {
+                    let link = &self.network.links[control.link];
+                    link.attention.cut("the connection broke");
+                    link.ffn.cut("the connection broke");
+                    self.after(10, Event::Turn { rank });
+                }
+            }
+            Mishap::Partition { rank, to_ffn, to_attention, for_us } => {
+                self.ranks[rank].to_ffn_cut |= to_ffn;
+                self.ranks[rank].to_attention_cut |= to_attention;
+                self.after(for_us, Event::Heal { rank });
+            }
+            Mishap::Drain { rank, grace_us, down_us } => {
+                if let Some(process) = &mut self.ranks[rank].process {
+                    process.is_draining = true;
+                    self.after(grace_us, Event::Leave { rank, down_us });
+                    if let Some(control) = self.ranks[rank].control.as_ref()
+                        && self.is_reachable(rank)
+                    {
+                        let id = control.edge;
+                        self.send_event(EdgeEvent::Draining { id });
+                    }
+                }
+            }
+        }
+    }
+
+    // ---- the control plane
+
+    fn send_event(&self, event: EdgeEvent) {
+        // The port may have ended already.
+        let _ = self.events.send(event);
+        self.bell.ring();
+    }
+
+    fn connect(&mut self, rank: usize) {
+        if self.is_over || self.ranks[rank].control.is_some() {
+            return;
+        }
+        let joined = if self.is_reachable(rank) { self.join(rank) } else { Err("not there".to_owned()) };
+        if let Err(why) = joined {
+            self.tell(format_args!("F{rank} is not joined: {why}"));
+            let after = self.dice.between(1_000, 20_000);
+            self.after(after, Event::Connect { rank });
+        }
+    }
+
+    fn join(&mut self, rank: usize) -> Result<(), String> {
+        let role = v1::Role::Attention.into();
+        let identity = v1::Identity { deployment: "sim".into(), role, rank: 0, incarnation: 1 };
+        let (now, now_us, credits) = (self.now(), self.now_us, self.shape.num_stages.into());
+        let at = &mut self.ranks[rank];
+        let process = at.process.as_mut().filter(|process| !process.is_draining).ok_or("it drains")?;
+        let tag = process.join(&identity, now, LEASE).map_err(|error| error.to_string())?;
+        let incarnation = process.incarnation;
+        let own = v1::Identity {
+            deployment: "sim".into(),
+            role: v1::Role::Ffn.into(),
+            rank: rank as u32,
+            incarnation,
+        };
+        let seat = roster::Process::of(&own);
+        self.roster.seat(&seat, at.address).map_err(|error| error.to_string())?;
+        let limits = limits(rank, Epoch(process.mint_epoch()), credits);
+        let (near, attention) = bare::end(limits.clone(), self.bell.clone());
+        let (far, ffn) = bare::end(limits, process.bell());
+        process.adopt(Box::new(far), Some(tag));
+        let link = self.network.links.len();
+        self.network.links.push(Link { rank, attention, ffn, is_orphan: false });
+        let edge = EdgeId(self.next_edge);
+        self.next_edge += 1;
+        let (plan_sender, plans) = mpsc::channel(PLAN_QUEUE);
+        let (abandon, abandoned) = mpsc::channel(1);
+        let life = Arc::new(Life::new(self.base));
+        let up = Edge {
+            id: edge,
+            peer: format!("F{rank}.{incarnation}").into(),
+            shard: at.shard,
+            combine_dtype: RowType::F32,
+            link: Box::new(near),
+            control: Some(EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) }),
+            hop_seconds: None,
+            draining: false,
+        };
+        at.control = Some(Control {
+            edge,
+            link,
+            tag,
+            process: seat,
+            incarnation,
+            plans,
+            abandoned,
+            life,
+            heard_us: now_us,
+            last_begun: None,
+        });
+        self.tell(format_args!("F{rank}.{incarnation} is joined by link {link}"));
+        self.send_event(EdgeEvent::Up(up));
+        self.after(0, Event::Turn { rank });
+        self.after(LEASE.as_micros() as u64 / 3, Event::Beat { rank, edge });
+        Ok(())
+    }
+
+    /// The control task's end of a session, whatever the reason.
+    fn hang_up(&mut self, rank: usize, why: &str) {
+        let Some(control) = self.ranks[rank].control.take() else { return };
+        self.tell(format_args!("the session with F{rank}.{} ends: {why}", control.incarnation));
+        self.roster.vacate(&control.process, self.ranks[rank].address);
+        self.send_event(EdgeEvent::Down { id: control.edge, why: why.to_owned() });
+        if !self.ranks[rank].to_ffn_cut {
+            let (incarnation, tag) = (control.incarnation, control.tag);
+            let after = self.dice.between(20, 400);
+            self.after(after, Event::Hangup { rank, incarnation, tag });
+        }
+        let after = self.dice.between(1_000, 10_000);
+        self.after(after, Event::Connect { rank });
+    }
+
+    fn beat(&mut self, rank: usize, edge: EdgeId) {
+        let (is_reachable, now, now_us) = (self.is_reachable(rank), self.now(), self.now_us);
+        let at = &mut self.ranks[rank];
+        let Some(control) = at.control.as_mut().filter(|control| control.edge == edge) else { return };
+        let lease_us = LEASE.as_micros() as u64;
+        let meant = at.process.as_mut().filter(|process| process.incarnation == control.incarnation);
+        match meant.filter(|_| is_reachable) {
+            Some(process) => {
+                if !process.renew(control.tag, now + LEASE) {
+                    return self.hang_up(rank, "ended the control stream");
+                }
+                control.heard_us = now_us;
+                let begun = process.last_begun(control.tag);
+                if begun != control.last_begun {
+                    control.last_begun = begun;
+                    control.life.handle_moved(now);
+                }
+            }
+            None if now_us - control.heard_us >= lease_us => {
+                return self.hang_up(rank, "said nothing for its lease");
+            }
+            None => {}
+        }
+        self.after(lease_us / 3, Event::Beat { rank, edge });
+    }
+
+    fn visit_neighbour(&mut self, rank: usize, incarnation: u64) {
+        let (now_us, num_layers, is_over) = (self.now_us, self.shape.num_layers, self.is_over);
+        let at = &mut self.ranks[rank];
+        let alive = at.process.as_mut().filter(|process| process.incarnation == incarnation);
+        let Some(process) = alive.filter(|_| !is_over) else { return };
+        let visited =
+            at.neighbour.as_mut().map(|neighbour| neighbour.turn(now_us, num_layers, &mut self.dice));
+        match visited {
+            Some(Ok(Wants::Nothing)) => {}
+            Some(Err(what)) => self.violations.push(what),
+            Some(Ok(Wants::NewLink)) | None => {
+                let limits = limits(rank, Epoch(process.mint_epoch()), 1);
+                let (near, attention) = bare::end(limits.clone(), Doorbell::default());
+                let (far, ffn) = bare::end(limits, process.bell());
+                process.adopt(Box::new(far), None);
+                self.network.links.push(Link { rank, attention, ffn, is_orphan: false });
+                let step = at.neighbour.take().map_or(0, |neighbour| neighbour.step());
+                at.neighbour = Some(Neighbour::new(near, at.shard.index(), step));
+            }
+        }
+        // Where nothing is going on a neighbour meets nobody.
+        let (least, most) = if now_us < self.busy_until_us { (300, 4_000) } else { (50_000, 150_000) };
+        let after = self.dice.between(least, most);
+        self.after(after, Event::Neighbour { rank, incarnation });
+    }
+
+    // ---- after every event
+
+    fn pump(&mut self) {
+        for rank in 0..self.ranks.len() {
+            while let Some(control) = &mut self.ranks[rank].control {
+                if let Ok(why) = control.abandoned.try_recv() {
+                    self.hang_up(rank, &why);
+                    break;
+                }
+                let Ok(plan) = control.plans.try_recv() else { break };
+                let (incarnation, tag) = (control.incarnation, control.tag);
+                // The stream is reliable: what is cut off is heard never, with everything after it.
+                if !self.ranks[rank].to_ffn_cut {
+                    self.after(40, Event::Plan { rank, incarnation, tag, plan });
+                }
+            }
+        }
+        let ranks = &self.ranks;
+        let is_cut = |rank: usize, to| match to {
+            To::Ffn => ranks[rank].to_ffn_cut,
+            To::Attention => ranks[rank].to_attention_cut,
+        };
+        let arrivals = self.network.pump(self.now_us, &mut self.dice, is_cut);
+        for Arrival { link, to, bytes, after_us } in arrivals {
+            let rank = &self.ranks[self.network.links[link].rank];
+            if rank.control.as_ref().is_some_and(|control| control.link == link) {
+                self.busy_until_us = self.now_us + 5_000;
+            }
+            self.after(after_us, Event::Arrive { link, to, bytes });
+        }
+    }
+
+    /// What the port has done since the last event is taken up.
+    pub(crate) fn look(&mut self) {
+        self.pump();
+    }
+}
+
+fn limits(rank: usize, epoch: Epoch, credits: u32) -> Limits {
+    Limits {
+        kind: LinkKind::Tcp,
+        peer: format!("F{rank}"),
+        epoch,
+        credits,
+        max_rows: MAX_ROWS,
+        max_body_bytes: MAX_ROWS * (HIDDEN * 4) as u32,
+    }
+}
