@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use afd_common::ids::{HopKey, Shard, StepId};
+use afd_common::ids::{HopKey, StepId};
 use afd_common::link::{Doorbell, HopLink};
 use afd_common::proto::v1;
+use afd_common::routing::Routing;
 use afd_common::telemetry::Metrics;
 use ffn_svc::engine::stepped::SteppedEngine;
 use ffn_svc::engine::{EngineMetrics, EngineOptions, Planned, SessionTag, StepAccounts};
@@ -46,18 +47,20 @@ fn metrics() -> EngineMetrics {
 }
 
 impl Process {
-    pub(crate) fn start(shard: Shard, num_layers: u16, max_stages: u32, incarnation: u64) -> Self {
+    pub(crate) fn start(model: SimModel, max_stages: u32, incarnation: u64) -> Self {
+        let num_layers = model.num_layers;
         let options = EngineOptions {
             max_rows: MAX_ROWS,
             max_batch_rows: 2 * MAX_ROWS,
             metrics: metrics(),
             inject_delay: Duration::ZERO,
+            routing: Routing::Model,
         };
         Self {
             incarnation,
             is_stopped: false,
             is_draining: false,
-            engine: SteppedEngine::new(SimModel { shard, num_layers }, options),
+            engine: SteppedEngine::new(model, options),
             registry: Registry::default(),
             sessions: BTreeMap::new(),
             next_tag: 1,

@@ -1,21 +1,22 @@
 //! Another attention rank on the same FFN process, as little as it takes: one hop at a time on a link of its own. What
 //! happens to others must not change what it gets.
 use afd_common::frame::{FrameHeader, FrameKind, RowType, SideKind};
-use afd_common::ids::Epoch;
+use afd_common::ids::{Epoch, Shard};
 use afd_common::link::HopLink;
 use afd_common::link::bare::BareLink;
 
 use crate::dice::Dice;
-use crate::model::{HIDDEN, partial};
+use crate::model::{HIDDEN, Rows, TOP_K};
 
 /// After this long an answer is not waited for: the frame was lost.
 const PATIENCE_US: u64 = 40_000;
 
 pub(crate) struct Neighbour {
     link: BareLink,
-    shard: u32,
+    shard: Shard,
+    is_routed: bool,
     step: u64,
-    asked: Option<(FrameHeader, Vec<f32>, u64)>,
+    asked: Option<(FrameHeader, Rows, u64)>,
     pub(crate) num_answers: u64,
 }
 
@@ -27,8 +28,8 @@ pub(crate) enum Wants {
 }
 
 impl Neighbour {
-    pub(crate) fn new(link: BareLink, shard: u32, step: u64) -> Self {
-        Self { link, shard, step, asked: None, num_answers: 0 }
+    pub(crate) fn new(link: BareLink, shard: Shard, is_routed: bool, step: u64) -> Self {
+        Self { link, shard, is_routed, step, asked: None, num_answers: 0 }
     }
 
     pub(crate) fn step(&self) -> u64 {
@@ -51,9 +52,8 @@ impl Neighbour {
                         // The FFN has seen a duplicate whose first answer got lost: a link that cannot be trusted.
                         return Ok(Wants::NewLink);
                     }
-                    let layer = asked.hop.layer.0;
-                    let expected: Vec<u8> =
-                        values.iter().flat_map(|x| partial(*x, layer, self.shard).to_le_bytes()).collect();
+                    let partial = values.partial(asked.hop.layer.0, self.shard);
+                    let expected: Vec<u8> = partial.iter().flat_map(|x| x.to_le_bytes()).collect();
                     if frame.header.hop != asked.hop || frame.body() != expected {
                         return Err(format!("a neighbour asked for {asked:?} and got {:?}", frame.header));
                     }
@@ -68,18 +68,20 @@ impl Neighbour {
             None => {}
         }
         self.step += 1;
-        let (rows, layer) = (dice.between(0, 2) as u32, dice.index(num_layers.into()) as u16);
-        let values: Vec<f32> = (0..rows as usize * HIDDEN).map(|_| dice.between(0, 999) as f32).collect();
-        let body: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let (num_rows, layer) = (dice.index(3), dice.index(num_layers.into()) as u16);
+        let values = Rows::throw(dice, num_rows, self.is_routed);
+        let body = values.bytes();
+        let (side, side_columns) =
+            if self.is_routed { (SideKind::TopK, TOP_K as u32) } else { (SideKind::None, 0) };
         let header = FrameHeader {
             kind: FrameKind::Dispatch,
             dtype: RowType::F32,
-            side: SideKind::None,
+            side,
             epoch: Epoch(0),
             hop: FrameHeader::key(self.step, layer, 0),
-            rows,
+            rows: num_rows as u32,
             columns: HIDDEN as u32,
-            side_columns: 0,
+            side_columns,
             body_bytes: body.len() as u32,
         };
         if self.link.send(header, &[&body]).is_err() {

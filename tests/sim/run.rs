@@ -1,11 +1,14 @@
 //! One run: an attention engine of straw drives the real port through some steps in a world of one seed.
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use afd_common::config::model::ModelConfig;
 use afd_common::frame::{FrameHeader, RowType};
+use afd_common::identity::{ExpertRules, GatePlacement};
 use afd_common::ids::StepId;
 use afd_common::link::Doorbell;
+use afd_tests::fixtures;
 use attention_svc::engine::{FfnLoss, FfnPort, SideTensors, StepOutline};
 use attention_svc::remote_ffn::clock::Clock;
 use attention_svc::remote_ffn::port::{PortParts, PortSettings, RemoteFfn};
@@ -15,7 +18,7 @@ use tch::{Kind, Tensor};
 
 use crate::dice::Dice;
 use crate::faults::Faults;
-use crate::model::{HIDDEN, whole};
+use crate::model::{HIDDEN, Rows, TOP_K};
 use crate::world::{LEASE, Shape, World};
 
 const HOP_TIMEOUT: Duration = Duration::from_millis(80);
@@ -166,7 +169,7 @@ impl Straw {
             trace: None,
         };
         self.port.begin_step(&outline)?;
-        let mut asked: Vec<Option<Vec<f32>>> = vec![None; stages.into()];
+        let mut asked: Vec<Option<Rows>> = vec![None; stages.into()];
         for layer in 0..self.shape.num_layers {
             for stage in 0..stages {
                 // The stage's previous layer first: one's FFN runs while another's attention does.
@@ -180,23 +183,34 @@ impl Straw {
         Ok(())
     }
 
-    fn dispatch(&mut self, layer: u16, stage: u8, rows: u32) -> Result<Vec<f32>, Failure> {
+    fn dispatch(&mut self, layer: u16, stage: u8, rows: u32) -> Result<Rows, Failure> {
         // No rows at all are legal too.
-        let rows = if self.dice.chance(50) { 0 } else { rows as usize };
-        let values: Vec<f32> = (0..rows * HIDDEN).map(|_| self.dice.between(0, 999) as f32).collect();
-        let tensor = Tensor::from_slice(&values).view([rows as i64, HIDDEN as i64]);
+        let num_rows = if self.dice.chance(50) { 0 } else { rows as usize };
+        let rows = Rows::throw(&mut self.dice, num_rows, self.shape.is_routed);
+        let tensor = Tensor::from_slice(&rows.values).view([num_rows as i64, HIDDEN as i64]);
         let key = FrameHeader::key(self.step, layer, stage);
-        self.port.dispatch(key, &tensor, &SideTensors::None)?;
-        Ok(values)
+        self.port.dispatch(key, &tensor, &self.side(&rows))?;
+        Ok(rows)
     }
 
-    fn combine(&mut self, layer: u16, stage: u8, asked: &mut [Option<Vec<f32>>]) -> Result<(), Failure> {
-        let Some(values) = asked[usize::from(stage)].take() else { return Ok(()) };
+    fn side(&self, rows: &Rows) -> SideTensors {
+        if !self.shape.is_routed {
+            return SideTensors::None;
+        }
+        let (ids, weights): (Vec<i64>, Vec<f32>) =
+            rows.choices.iter().map(|(expert, weight)| (*expert as i64, *weight)).unzip();
+        let shape = [rows.len() as i64, TOP_K as i64];
+        let (ids, weights) = (Tensor::from_slice(&ids), Tensor::from_slice(&weights));
+        SideTensors::TopK { ids: ids.view(shape), weights: weights.view(shape) }
+    }
+
+    fn combine(&mut self, layer: u16, stage: u8, asked: &mut [Option<Rows>]) -> Result<(), Failure> {
+        let Some(rows) = asked[usize::from(stage)].take() else { return Ok(()) };
         let key = FrameHeader::key(self.step, layer, stage);
         let sum = self.port.combine(key)?;
         let found = Vec::<f32>::try_from(sum.to_kind(Kind::Float).reshape([-1]));
         let found = found.map_err(|error| Failure::Wrong(error.to_string()))?;
-        let expected: Vec<f32> = values.iter().map(|x| whole(*x, layer, self.shape.num_shards)).collect();
+        let expected = rows.whole(layer, self.shape.num_shards);
         if found != expected {
             return Err(Failure::Wrong(format!("{key}: {found:?} came back, expected {expected:?}")));
         }
@@ -216,6 +230,13 @@ impl From<FfnLoss> for Failure {
     }
 }
 
+/// A configuration with as many experts as the model of straw; read once.
+fn model() -> Arc<ModelConfig> {
+    static MODEL: OnceLock<Arc<ModelConfig>> = OnceLock::new();
+    let read = || Arc::new(ModelConfig::load(&fixtures::checkpoint("tiny-mixtral")).expect("a fixture"));
+    Arc::clone(MODEL.get_or_init(read))
+}
+
 /// Runs a seed. With `is_told` it prints what happens.
 ///
 /// # Errors
@@ -227,6 +248,7 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
         replicas: dice.between(1, 2) as u32,
         num_layers: dice.between(1, 3) as u16,
         num_stages: dice.between(1, 2) as u8,
+        is_routed: dice.chance(400),
     };
     let num_steps = dice.between(2, 8);
     let span_us = num_steps * u64::from(shape.num_layers) * 700;
@@ -249,6 +271,11 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
         hop_timeout: HOP_TIMEOUT,
         hop_timeout_per_row: Duration::from_millis(1),
         loss_timeout: LOSS_TIMEOUT,
+        model: model(),
+        experts: ExpertRules {
+            gate: if shape.is_routed { GatePlacement::Attention } else { GatePlacement::Ffn },
+            ..ExpertRules::default()
+        },
     };
     let parts = PortParts {
         bell: bell.clone(),

@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use crate::dice::Dice;
 use crate::faults::{Faults, Mishap};
 use crate::ffn::{MAX_ROWS, Process};
-use crate::model::HIDDEN;
+use crate::model::{HIDDEN, SimModel, TOP_K};
 use crate::neighbour::{Neighbour, Wants};
 use crate::network::{Arrival, Link, Network, To};
 
@@ -32,6 +32,8 @@ pub(crate) struct Shape {
     pub(crate) replicas: u32,
     pub(crate) num_layers: u16,
     pub(crate) num_stages: u8,
+    /// Rows go to the shards of their experts only.
+    pub(crate) is_routed: bool,
 }
 
 enum Event {
@@ -383,11 +385,15 @@ impl World {
     // ---- processes come and go
 
     fn start(&mut self, rank: usize) {
-        let Shape { num_layers, num_stages, .. } = self.shape;
+        let Shape { num_layers, num_stages, is_routed, .. } = self.shape;
         let at = &mut self.ranks[rank];
         let incarnation = at.next_incarnation;
         at.next_incarnation += 1;
-        at.process = Some(Process::start(at.shard, num_layers, num_stages.into(), incarnation));
+        at.process = Some(Process::start(
+            SimModel { shard: at.shard, num_layers, is_routed },
+            num_stages.into(),
+            incarnation,
+        ));
         self.tell(format_args!("F{rank} starts, incarnation {incarnation}"));
         self.after(LEASE.as_micros() as u64 / 4, Event::Expire { rank, incarnation });
         let after = self.dice.between(0, 2000);
@@ -591,7 +597,7 @@ impl World {
                 process.adopt(Box::new(far), None);
                 self.network.links.push(Link { rank, attention, ffn, is_orphan: false });
                 let step = at.neighbour.take().map_or(0, |neighbour| neighbour.step());
-                at.neighbour = Some(Neighbour::new(near, at.shard.index(), step));
+                at.neighbour = Some(Neighbour::new(near, at.shard, self.shape.is_routed, step));
             }
         }
         // Where nothing is going on a neighbour meets nobody.
@@ -645,6 +651,6 @@ fn limits(rank: usize, epoch: Epoch, credits: u32) -> Limits {
         epoch,
         credits,
         max_rows: MAX_ROWS,
-        max_body_bytes: MAX_ROWS * (HIDDEN * 4) as u32,
+        max_body_bytes: MAX_ROWS * (HIDDEN * 4 + TOP_K * 8) as u32,
     }
 }

@@ -30,7 +30,7 @@ impl<M: StageModel> SteppedEngine<M> {
     /// As [`EngineHandle::adopt_for`](super::EngineHandle::adopt_for).
     pub fn adopt_for(&self, link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag) {
         // The receiver is in the worker beside it.
-        let _ = self.commands.send(Command::Adopt { link, accounts, session });
+        let _ = self.commands.send(Command::Adopt { link, accounts, session, rank: 0 });
     }
 
     /// As [`EngineHandle::close_session`](super::EngineHandle::close_session).
