@@ -281,3 +281,38 @@ impl Isa {
         Self::Portable
     }
 }
+
+/// Compiles a loop once per kind of CPU and picks the one for `isa`.
+macro_rules! for_each_isa {
+    ($(#[$doc:meta])* $visible:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) = $generic:ident) => {
+        $(#[$doc])*
+        #[allow(clippy::too_many_arguments)]
+        $visible unsafe fn $name<E: Element>(isa: Isa, $($arg: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx2<E: Element>($($arg: $type),*) {
+                // SAFETY: the caller's promise is the same, and this function has the instructions.
+                unsafe { $generic::<crate::cpu_attention::simd::Avx2, E>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx2,fma")]
+            #[allow(clippy::too_many_arguments)]
+            unsafe fn avx512<E: Element>($($arg: $type),*) {
+                // SAFETY: the caller's promise is the same, and this function has the instructions.
+                unsafe { $generic::<crate::cpu_attention::simd::Avx512, E>($($arg),*) }
+            }
+            match isa {
+                // SAFETY: the caller's promise is the same; the portable loops need no special instruction.
+                Isa::Portable => unsafe { $generic::<Portable, E>($($arg),*) },
+                // SAFETY: as above, and `Isa` is only made after the CPU was asked.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => unsafe { avx2::<E>($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => unsafe { avx512::<E>($($arg),*) },
+            }
+        }
+    };
+}
+pub(crate) use for_each_isa;

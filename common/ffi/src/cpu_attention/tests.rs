@@ -1,8 +1,11 @@
 //! The kernel against the textbook: scores, softmax, weighted sum, in f64, with every kind of vectors this CPU has.
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
 use tch::{Device, Kind, Tensor};
 
 use super::kernel::{self, Dims, RowState};
-use super::simd::Isa;
+use super::simd::{Element, Isa, Simd};
 use super::{CacheView, PagedRow, PagedRows, paged_attention};
 
 /// Deterministic values in [-1, 1).
@@ -270,4 +273,73 @@ fn what_does_not_fit_is_refused_in_words() {
                 .contains("twice")
         );
     });
+}
+
+thread_local! {
+    /// How often each element was read, by its address.
+    static READS: RefCell<BTreeMap<usize, usize>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// An f32 that notes by whom it is read.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Counted(f32);
+
+impl Element for Counted {
+    unsafe fn load<S: Simd>(from: *const Self) -> S::Vector {
+        READS.with_borrow_mut(|reads| {
+            for lane in 0..S::LANES {
+                *reads.entry(from.wrapping_add(lane) as usize).or_default() += 1;
+            }
+        });
+        // SAFETY: the caller's promise is the same; `Counted` is a transparent `f32`.
+        unsafe { S::load(from.cast()) }
+    }
+
+    fn to_f32(self) -> f32 {
+        panic!("a single element is read past the counter")
+    }
+
+    fn from_f32(_: f32) -> Self {
+        panic!("the cache is only read")
+    }
+}
+
+/// At DeepSeek-V2-Lite's dimensions a token's entry is 512 + 64 elements: these are read, four times from the processor's
+/// cache for 16 heads, and nothing else is.
+#[test]
+fn latent_decode_reads_the_compressed_cache_of_its_tokens_and_not_a_byte_more() {
+    let (latent, rope, heads, block_size) = (512, 64, 16, 16);
+    let entry = latent + rope;
+    let dims = Dims {
+        num_kv_heads: 1,
+        group: heads,
+        key_dim: entry,
+        value_dim: latent,
+        key_stride: entry,
+        value_stride: entry,
+        block_size,
+    };
+    let cache: Vec<Counted> = noise(8 * block_size * entry, 9).into_iter().map(Counted).collect();
+    let (table, tokens) = ([6u32, 1, 4, 0, 3], 70);
+    let mut state = RowState::new(&dims);
+    state.queries.copy_from_slice(&noise(heads * entry, 10));
+    READS.take();
+    // SAFETY: every block is in the cache, the table has room for the tokens, and the state was made for these dims.
+    unsafe {
+        kernel::attend(Isa::best(), &dims, cache.as_ptr(), cache.as_ptr(), &table, 0..tokens, &mut state)
+    };
+    let reads = READS.take();
+
+    let bytes_per_token = reads.len() * size_of::<f32>() / tokens;
+    assert_eq!((bytes_per_token, reads.len() % tokens), (entry * size_of::<f32>(), 0));
+    for token in 0..tokens {
+        let slot = table[token / block_size] as usize * block_size + token % block_size;
+        for element in 0..entry {
+            let address = &raw const cache[slot * entry + element] as usize;
+            // Scores read the whole entry, weighted sums its latent part: each once per four heads.
+            let expected = if element < latent { 2 * heads / 4 } else { heads / 4 };
+            assert_eq!(reads.get(&address), Some(&expected), "token {token}, element {element}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 #![allow(clippy::needless_range_loop)] // Indices of register tiles are the maths here, as on paper.
 use std::ops::Range;
 
-use crate::cpu_attention::simd::{Element, Isa, Portable, Simd};
+use crate::cpu_attention::simd::{Element, Isa, Portable, Simd, for_each_isa};
 
 /// Weight rows that share a load of an input.
 pub(super) const TILE_ROWS: usize = 4;
@@ -30,40 +30,6 @@ impl Rows {
     pub(super) fn consecutive(from: &[f32], len: usize, count: usize) -> Self {
         Self { first: (0..count).map(|row| from[row * len..][..len].as_ptr()).collect(), len }
     }
-}
-
-/// Compiles a loop once per kind of CPU and picks the one for `isa`.
-macro_rules! for_each_isa {
-    ($(#[$doc:meta])* $visible:vis fn $name:ident($($arg:ident: $type:ty),* $(,)?) = $generic:ident) => {
-        $(#[$doc])*
-        #[allow(clippy::too_many_arguments)]
-        $visible unsafe fn $name<E: Element>(isa: Isa, $($arg: $type),*) {
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma")]
-            #[allow(clippy::too_many_arguments)]
-            unsafe fn avx2<E: Element>($($arg: $type),*) {
-                // SAFETY: the caller's promise is the same, and this function has the instructions.
-                unsafe { $generic::<crate::cpu_attention::simd::Avx2, E>($($arg),*) }
-            }
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx2,fma")]
-            #[allow(clippy::too_many_arguments)]
-            unsafe fn avx512<E: Element>($($arg: $type),*) {
-                // SAFETY: the caller's promise is the same, and this function has the instructions.
-                unsafe { $generic::<crate::cpu_attention::simd::Avx512, E>($($arg),*) }
-            }
-            match isa {
-                // SAFETY: the caller's promise is the same; the portable loops need no special instruction.
-                Isa::Portable => unsafe { $generic::<Portable, E>($($arg),*) },
-                // SAFETY: as above, and `Isa` is only made after the CPU was asked.
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => unsafe { avx2::<E>($($arg),*) },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => unsafe { avx512::<E>($($arg),*) },
-            }
-        }
-    };
 }
 
 for_each_isa! {
