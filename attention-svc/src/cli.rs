@@ -3,6 +3,7 @@ use clap::{Parser, Subcommand};
 
 use crate::bench::BenchArgs;
 use crate::config::ServeArgs;
+use crate::doctor::DoctorArgs;
 use crate::plan::cli::PlanArgs;
 
 /// The attention role of a disaggregated language model: requests, KV cache, attention, sampling
@@ -19,8 +20,10 @@ pub struct Cli {
 pub enum Command {
     /// Serve a model: OpenAI's HTTP API and gRPC on one port
     Serve(Box<ServeArgs>),
-    /// Measure a running server, this one or any that speaks OpenAI's API
+    /// Measure a running server, this one or any that speaks OpenAI's API, or the links of this machine
     Bench(Box<BenchArgs>),
+    /// Check a running deployment from outside, and say in sentences what is wrong with it
+    Doctor(Box<DoctorArgs>),
     /// Work out how many attention and FFN ranks, how many stages, or whether to disaggregate at all
     Plan(Box<PlanArgs>),
 }

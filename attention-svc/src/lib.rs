@@ -8,6 +8,7 @@ pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod device;
+pub mod doctor;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;

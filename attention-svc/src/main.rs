@@ -32,6 +32,9 @@ fn main() -> ExitCode {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => fail(FAILURE, error),
         },
+        Command::Doctor(args) => runtime
+            .block_on(attention_svc::doctor::run(*args))
+            .unwrap_or_else(|error| fail(FAILURE, format!("{error:#}"))),
         Command::Plan(args) => {
             attention_svc::plan::cli::run(*args).unwrap_or_else(|error| fail(FAILURE, format!("{error:#}")))
         }

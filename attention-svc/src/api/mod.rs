@@ -5,8 +5,9 @@
 //! [`error`] is the one place that knows HTTP codes and gRPC statuses. Nothing here schedules or computes.
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::telemetry::{MetricError, Metrics};
 use tokio::sync::watch;
@@ -70,6 +71,15 @@ impl ServedModel {
     }
 }
 
+/// Who serves, for those who look from outside.
+#[derive(Clone, Debug, Default)]
+pub struct ServedBy {
+    /// This process.
+    pub identity: v1::Identity,
+    /// What FFN ranks are asked for, the best first.
+    pub link_kinds: Vec<LinkKind>,
+}
+
 /// Limits that protect the process.
 #[derive(Clone, Copy, Debug)]
 pub struct ApiLimits {
@@ -90,6 +100,7 @@ pub type FfnPeers = Arc<dyn Fn() -> Vec<v1::FfnPeer> + Send + Sync>;
 pub struct Api {
     engine: Arc<dyn Engine>,
     model: ServedModel,
+    by: ServedBy,
     text: Arc<Text>,
     limits: ApiLimits,
     readiness: watch::Receiver<Readiness>,
@@ -108,6 +119,8 @@ pub struct ApiParts {
     pub engine: Arc<dyn Engine>,
     /// What is served.
     pub model: ServedModel,
+    /// By whom.
+    pub by: ServedBy,
     /// Tokenizer and chat template.
     pub text: Text,
     /// Bounds.
@@ -132,6 +145,7 @@ impl Api {
         Ok(Arc::new(Self {
             engine: parts.engine,
             model: parts.model,
+            by: parts.by,
             text: Arc::new(parts.text),
             limits: parts.limits,
             readiness: parts.readiness,
@@ -157,5 +171,9 @@ impl Api {
 }
 
 fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+    unix_time().as_secs()
+}
+
+fn unix_time() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -69,6 +69,17 @@ impl Prompts {
         Self { output_len: self.output_len.min(4), ..self.clone() }
     }
 
+    /// So many of another seed than any level's.
+    pub(super) fn take(&self, count: usize) -> Vec<Prompt> {
+        let mut rng = ChaCha8Rng::seed_from_u64(!self.seed);
+        (0..count).map(|_| self.prompt(&mut rng)).collect()
+    }
+
+    /// Tokens of a sequence half-way through its answer.
+    pub(super) fn middle(&self) -> u64 {
+        (self.input_len + self.output_len / 2) as u64
+    }
+
     fn prompt(&self, rng: &mut ChaCha8Rng) -> Prompt {
         let ids = (0..self.input_len).map(|_| rng.random_range(3..self.vocab_size)).collect();
         Prompt { ids, output_len: self.output_len }
@@ -85,17 +96,15 @@ pub(super) async fn run(target: &Target, level: Level, prompts: &Prompts) -> Res
     let begun = Instant::now();
     let results: Vec<Result<Answer, String>> = match level.shape {
         Shape::Concurrency(n) => {
-            stream::iter(all).map(|prompt| target.ask(prompt)).buffer_unordered(n).collect().await
+            stream::iter(all).map(|prompt| target.ask(prompt, || ())).buffer_unordered(n).collect().await
         }
         Shape::Rate(rate) => {
-            let mut start = Duration::ZERO;
-            let asks = all.into_iter().map(|prompt| {
-                // Times between Poisson arrivals are exponential.
-                start += Duration::from_secs_f64(-(1.0 - rng.random::<f64>()).ln() / rate);
+            let starts = arrivals(rate, all.len(), &mut rng);
+            let asks = all.into_iter().zip(starts).map(|(prompt, start)| {
                 let (target, at) = (Arc::new(target.clone()), begun + start);
                 async move {
                     tokio::time::sleep_until(at.into()).await;
-                    target.ask(prompt).await
+                    target.ask(prompt, || ()).await
                 }
             });
             futures::future::join_all(asks).await
@@ -114,5 +123,45 @@ pub(super) async fn run(target: &Target, level: Level, prompts: &Prompts) -> Res
             Err(BenchError::AllFailed { url: target.url().to_owned(), what: what.clone() })
         }
         _ => Ok(outcome),
+    }
+}
+
+/// When `count` requests of a Poisson process of `rate` a second start: times between them are exponential.
+fn arrivals(rate: f64, count: usize, rng: &mut ChaCha8Rng) -> Vec<Duration> {
+    let mut at = 0.0;
+    let next = |_| {
+        at += -(1.0 - rng.random::<f64>()).ln() / rate;
+        Duration::from_secs_f64(at)
+    };
+    (0..count).map(next).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_of_a_rate_arrive_by_chance_and_as_many_a_second_as_asked_for() {
+        let (rate, count) = (50.0, 20_000);
+        let starts = arrivals(rate, count, &mut ChaCha8Rng::seed_from_u64(3));
+        assert!(starts.is_sorted());
+        let seconds = starts[count - 1].as_secs_f64();
+        assert!((count as f64 / seconds / rate - 1.0).abs() < 0.03, "{count} in {seconds} s");
+        // Of exponential times a third is longer than the mean times one, a seventh longer than twice the mean.
+        let gaps: Vec<f64> = starts.windows(2).map(|two| (two[1] - two[0]).as_secs_f64() * rate).collect();
+        for (longer_than, share) in [(1.0, (-1.0f64).exp()), (2.0, (-2.0f64).exp())] {
+            let found = gaps.iter().filter(|gap| **gap > longer_than).count() as f64 / gaps.len() as f64;
+            assert!((found - share).abs() < 0.02, "{found} of the gaps are longer than {longer_than}");
+        }
+    }
+
+    #[test]
+    fn every_prompt_is_another_one_and_the_same_again_with_the_same_seed() {
+        let prompts = Prompts::new(7, 100, 16, 4);
+        let of = |prompts: &Prompts| prompts.take(3).into_iter().map(|prompt| prompt.ids).collect::<Vec<_>>();
+        let (first, again, other) = (of(&prompts), of(&prompts), of(&prompts.of_level(0)));
+        assert_eq!(first, again);
+        assert!(first[0] != first[1] && first[0] != other[0]);
+        assert!(first.iter().flatten().all(|id| (3..100).contains(id)));
     }
 }

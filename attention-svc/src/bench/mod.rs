@@ -1,14 +1,18 @@
 //! `attention-svc bench`: load on a running server, and how long its answers took. Any address that speaks OpenAI's
 //! completions will do, so that servers can be compared.
 //!
-//! In reading order: `levels` (how much load) → `request` (one answer, timed as it streams) → `sides` (what
-//! the two sides did meanwhile) → `stats` (percentiles) → `report` (tables and JSON).
+//! In reading order: `levels` (how much load) → `request` (one answer, timed as it streams) → `sides` (what the two sides
+//! did meanwhile) → `stats` (percentiles) → `layers` (where a decode step goes, from the server's own `exposition`) →
+//! `report` (tables and JSON). `links` is another command: it needs no server.
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 
+mod exposition;
+mod layers;
 mod levels;
+mod links;
 mod report;
 mod request;
 mod sides;
@@ -16,15 +20,32 @@ mod stats;
 
 use levels::{Level, Shape};
 use report::Run;
+pub(crate) use report::table;
 use request::Target;
 use sides::Sums;
 
-/// Measure a running server.
+/// Measure a running server, or this machine's links.
 #[derive(Clone, Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct BenchArgs {
+    #[command(subcommand)]
+    command: Option<BenchCommand>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum BenchCommand {
+    /// Round trips and bandwidth of every kind of link on this machine, beside a bare socket and a bare futex
+    Links(links::LinksArgs),
+}
+
+/// Measure a running server. What is required is an optional type: with a subcommand, clap lets it be absent.
+#[derive(Clone, Debug, Args)]
+struct ServerArgs {
     /// Server to measure, such as http://127.0.0.1:8000
     #[arg(long, value_name = "URL", required = true)]
-    url: String,
+    url: Option<String>,
     /// Another server, measured in turn with the first at every level
     #[arg(long, value_name = "URL")]
     compare: Option<String>,
@@ -66,6 +87,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 600, help_heading = "Load")]
     timeout: u64,
 
+    /// Also measure where decode steps go: attention and FFN per layer at every concurrency, from the server's own counters.
+    /// With --json, points for `plan calibrate`
+    #[arg(long, conflicts_with = "rate")]
+    layers: bool,
     /// Also write everything as JSON; - is standard output, without the table
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -93,6 +118,9 @@ pub enum BenchError {
         /// The first failure.
         what: String,
     },
+    /// The links of this machine cannot be measured.
+    #[error("links: {0}")]
+    Links(String),
     /// The report cannot be written.
     #[error("--json {path}: {source}")]
     Write {
@@ -103,7 +131,7 @@ pub enum BenchError {
     },
 }
 
-impl BenchArgs {
+impl ServerArgs {
     fn levels(&self) -> Result<Vec<Level>, BenchError> {
         let refuse = |what: &str| Err(BenchError::Option(what.to_owned()));
         if self.input_len == 0 || self.output_len == 0 {
@@ -111,6 +139,12 @@ impl BenchArgs {
         }
         if self.vocab_size < 4 {
             return refuse("--vocab-size must be at least 4");
+        }
+        if self.layers && self.output_len < layers::MIN_OUTPUT_LEN {
+            return Err(BenchError::Option(format!(
+                "--layers looks at the server twice during an answer: --output-len must be at least {}",
+                layers::MIN_OUTPUT_LEN
+            )));
         }
         if self.requests_per_level == Some(0) || self.concurrency.contains(&0) {
             return refuse("--concurrency and --requests-per-level must be at least 1");
@@ -142,13 +176,21 @@ impl BenchArgs {
     }
 }
 
-/// Measures, prints a table for every server and, where asked for, writes JSON.
+/// Measures, prints tables and, where asked for, writes JSON.
 ///
 /// # Errors
 /// [`BenchError`]; single requests that fail are counted, not an error.
 pub async fn run(args: BenchArgs) -> Result<(), BenchError> {
+    match args.command {
+        Some(BenchCommand::Links(links)) => links::run(links).await,
+        None => server(args.server).await,
+    }
+}
+
+async fn server(args: ServerArgs) -> Result<(), BenchError> {
     let levels = args.levels()?;
-    let mut targets = vec![args.target(&args.url).await?];
+    let url = args.url.as_deref().ok_or_else(|| BenchError::Option("--url is needed".into()))?;
+    let mut targets = vec![args.target(url).await?];
     if let Some(url) = &args.compare {
         targets.push(args.target(url).await?);
     }
@@ -175,16 +217,14 @@ pub async fn run(args: BenchArgs) -> Result<(), BenchError> {
             run.levels.push(outcome);
         }
     }
-    let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
-    let json = report::json(&runs, args.input_len, args.output_len);
-    match &args.json {
-        Some(_) if to_stdout => println!("{json:#}"),
-        Some(path) => std::fs::write(path, format!("{json:#}\n"))
-            .map_err(|source| BenchError::Write { path: path.display().to_string(), source })?,
-        None => {}
+    let mut layers = Vec::new();
+    for (index, concurrency) in args.concurrency.iter().enumerate().filter(|_| args.layers) {
+        eprintln!("{}: layers, {concurrency} in flight", targets[0].url());
+        layers.push(layers::measure(&targets[0], &prompts.of_level(index), *concurrency).await?);
     }
-    if !to_stdout {
-        println!("{}", report::tables(&runs, args.input_len, args.output_len));
+    let json = report::json(&runs, &layers, args.input_len, args.output_len);
+    if report::write_json(args.json.as_deref(), &json)? {
+        println!("{}", report::tables(&runs, &layers, args.input_len, args.output_len));
     }
     Ok(())
 }

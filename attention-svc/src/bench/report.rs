@@ -1,8 +1,11 @@
 //! What was measured, as tables for people and JSON for machines.
 use std::fmt::Write as _;
+use std::path::Path;
 
 use serde_json::{Value, json};
 
+use super::BenchError;
+use super::layers::{self, LayerTimes};
 use super::levels::{Outcome, Shape};
 use super::stats::Spread;
 
@@ -51,8 +54,26 @@ impl Figures {
     }
 }
 
-/// Everything, times in milliseconds.
-pub(super) fn json(runs: &[Run], input_len: usize, output_len: usize) -> Value {
+/// Writes `--json`; whether tables are still to be printed.
+///
+/// # Errors
+/// [`BenchError::Write`].
+pub(super) fn write_json(path: Option<&Path>, json: &Value) -> Result<bool, BenchError> {
+    match path {
+        None => Ok(true),
+        Some(path) if path.as_os_str() == "-" => {
+            println!("{json:#}");
+            Ok(false)
+        }
+        Some(path) => {
+            let failed = |source| BenchError::Write { path: path.display().to_string(), source };
+            std::fs::write(path, format!("{json:#}\n")).map_err(failed).map(|()| true)
+        }
+    }
+}
+
+/// Everything, times in milliseconds unless their names say otherwise.
+pub(super) fn json(runs: &[Run], layers: &[LayerTimes], input_len: usize, output_len: usize) -> Value {
     let level = |outcome: &Outcome| {
         let figures = Figures::of(outcome);
         let (concurrency, rate) = match outcome.level.shape {
@@ -81,11 +102,17 @@ pub(super) fn json(runs: &[Run], input_len: usize, output_len: usize) -> Value {
         let levels: Vec<Value> = run.levels.iter().map(level).collect();
         json!({"url": run.url, "model": run.model, "levels": levels})
     };
-    json!({"input_len": input_len, "output_len": output_len, "servers": runs.iter().map(run).collect::<Vec<_>>()})
+    json!({
+        "input_len": input_len,
+        "output_len": output_len,
+        "servers": runs.iter().map(run).collect::<Vec<_>>(),
+        "layers": layers,
+        "points": layers::points(layers),
+    })
 }
 
-/// A table for every server and, for two, how they compare.
-pub(super) fn tables(runs: &[Run], input_len: usize, output_len: usize) -> String {
+/// A table for every server, how two of them compare, and where steps went.
+pub(super) fn tables(runs: &[Run], layers: &[LayerTimes], input_len: usize, output_len: usize) -> String {
     let mut out = String::new();
     for run in runs {
         let _ = writeln!(
@@ -101,7 +128,30 @@ pub(super) fn tables(runs: &[Run], input_len: usize, output_len: usize) -> Strin
         let rows = first.levels.iter().zip(&second.levels).map(|(a, b)| comparison(a, b)).collect();
         out.push_str(&table(&["load", "tok/s", "TTFT p50", "TPOT p50"], rows));
     }
+    if !layers.is_empty() {
+        let _ = writeln!(out, "\n{}: decode steps; µs are per layer and stage", runs[0].url);
+        let heads =
+            ["load", "steps", "step ms", "stages", "rows", "attention µs", "hop µs", "FFN rows", "FFN µs"];
+        out.push_str(&table(&heads, layers.iter().map(layer_row).collect()));
+    }
     out
+}
+
+fn layer_row(times: &LayerTimes) -> Vec<String> {
+    let ffn = |of: fn(&layers::FfnTimes) -> f64| {
+        times.ffn.as_ref().map_or_else(|| "–".to_owned(), |ffn| format!("{:.1}", of(ffn)))
+    };
+    vec![
+        format!("{} in flight", times.concurrency),
+        times.steps.to_string(),
+        format!("{:.2}", times.step_ms),
+        times.stages.to_string(),
+        format!("{:.1}", times.rows),
+        format!("{:.1}", times.attention_us),
+        format!("{:.1}", times.ffn_wait_us),
+        ffn(|ffn| ffn.pool_rows),
+        ffn(|ffn| ffn.compute_us),
+    ]
 }
 
 const HEADS: [&str; 16] = [
@@ -149,7 +199,7 @@ fn comparison(a: &Outcome, b: &Outcome) -> Vec<String> {
 }
 
 /// Columns as wide as their widest cell, flush right but for the first.
-fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
+pub(crate) fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
         cells.chain([heads[column].chars().count()]).max().unwrap_or(0)

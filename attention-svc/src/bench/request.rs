@@ -88,8 +88,15 @@ impl Target {
         }
     }
 
-    /// Asks and waits for the whole answer; on a failure says why.
-    pub(super) async fn ask(&self, prompt: Prompt) -> Result<Answer, String> {
+    /// A page of the server's, or of another process of its deployment.
+    pub(super) async fn get(&self, url: &str) -> Result<String, String> {
+        let answer = self.authorized(self.client.get(url)).send().await.map_err(|e| chain(&e))?;
+        let answer = answer.error_for_status().map_err(|e| chain(&e))?;
+        answer.text().await.map_err(|e| chain(&e))
+    }
+
+    /// Asks and waits for the whole answer, saying when its first token is there; on a failure says why.
+    pub(super) async fn ask(&self, prompt: Prompt, on_first: impl FnOnce()) -> Result<Answer, String> {
         let body = json!({
             "model": self.model,
             "prompt": prompt.ids,
@@ -108,10 +115,14 @@ impl Target {
         }
         let mut bytes = answer.bytes_stream();
         let (mut events, mut timing) = (Events::default(), Timing::default());
+        let mut on_first = Some(on_first);
         while let Some(chunk) = bytes.next().await {
             let now = begun.elapsed();
             for data in events.push(&chunk.map_err(|e| chain(&e))?) {
                 timing.handle(&data, now)?;
+            }
+            if let Some(on_first) = on_first.take_if(|_| timing.first.is_some()) {
+                on_first();
             }
         }
         timing.finish()

@@ -49,9 +49,10 @@ enum PlanCommand {
 struct CalibrateArgs {
     #[command(flatten)]
     subject: Subject,
-    /// Measured points: see the module's documentation for the fields
-    #[arg(long, value_name = "FILE")]
-    points: PathBuf,
+    /// Measured points: what `bench --layers --json`, `bench links --json` and `ffn-svc probe --json` wrote, or a file of your
+    /// own; may be given several times
+    #[arg(long, value_name = "FILE", required = true)]
+    points: Vec<PathBuf>,
     /// Name of the new profile [default: the old one's, "calibrated"]
     #[arg(long)]
     name: Option<String>,
@@ -203,9 +204,19 @@ impl Question {
 
 fn calibrated(args: CalibrateArgs) -> anyhow::Result<String> {
     let case = args.subject.into_case()?;
-    let text = std::fs::read_to_string(&args.points)
-        .with_context(|| format!("--points {}", args.points.display()))?;
-    let mut profile = calibrate::calibrate(&case, &calibrate::parse(&text)?)?;
+    let mut measured = calibrate::Measured::default();
+    for path in &args.points {
+        let named = || format!("--points {}", path.display());
+        let text = std::fs::read_to_string(path).with_context(named)?;
+        let points = calibrate::parse(&text).with_context(named)?;
+        anyhow::ensure!(
+            !points.is_empty(),
+            "{}: no points in it (`bench` writes them with --layers)",
+            named()
+        );
+        measured = measured.and(points);
+    }
+    let mut profile = calibrate::calibrate(&case, &measured)?;
     profile.name = args.name.unwrap_or_else(|| format!("{}, calibrated", profile.name));
     profile.notes =
         Some(format!("measured with {} at context {}", case.shape.name, Tokens(case.workload.context)));

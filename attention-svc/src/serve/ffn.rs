@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::ServeError;
 use super::model::Loaded;
-use crate::api::{FfnPeers, Reason};
+use crate::api::{FfnPeers, Reason, ServedBy};
 use crate::config::{FfnConfig, FfnTarget, ServeConfig};
 use crate::device::LocalFfn;
 use crate::remote_ffn::connect::{self, Way};
@@ -40,8 +40,12 @@ pub(super) enum Running {
     },
 }
 
-/// Opens the way; ranks join in the background.
-pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, Running), ServeError> {
+/// Opens the way; ranks join `by` in the background.
+pub(super) async fn open(
+    config: &ServeConfig,
+    loaded: &Loaded,
+    by: &ServedBy,
+) -> Result<(Way, Running), ServeError> {
     let port = PortSettings {
         hidden_size: u32::try_from(loaded.config.hidden_size).unwrap_or(u32::MAX),
         rows: loaded.rows,
@@ -72,9 +76,9 @@ pub(super) async fn open(config: &ServeConfig, loaded: &Loaded) -> Result<(Way, 
         }
         FfnTarget::Remote(names) => {
             let control = ControlSettings {
-                identity: identity(&config.ffn),
+                identity: by.identity.clone(),
                 model: loaded.identity.clone(),
-                link_kinds: config.ffn.link.kinds(),
+                link_kinds: by.link_kinds.clone(),
                 max_stages: credits,
                 max_tokens_per_stage: max_rows,
                 max_row_bytes: loaded.max_row_bytes(config.ffn.gate),
@@ -106,14 +110,20 @@ fn local_model(loaded: &Loaded) -> Result<FfnModel, ServeError> {
         .map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 
-fn identity(config: &FfnConfig) -> v1::Identity {
+/// This process, as FFN ranks and others get to know it.
+pub(super) fn served_by(config: &FfnConfig) -> ServedBy {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    v1::Identity {
+    let identity = v1::Identity {
         deployment: config.deployment.clone(),
         role: v1::Role::Attention.into(),
         rank: config.rank,
         incarnation: u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX),
-    }
+    };
+    let link_kinds = match config.target {
+        FfnTarget::Local => vec![LinkKind::Loopback],
+        FfnTarget::Remote(_) => config.link.kinds(),
+    };
+    ServedBy { identity, link_kinds }
 }
 
 impl Running {

@@ -147,7 +147,8 @@ impl Server {
         let ffn_config = config.ffn.clone();
         let load = move || model::load(&model_config, &capacity, &ffn_config);
         let loaded = tokio::task::spawn_blocking(load).await??;
-        let (way, ffn) = ffn::open(&config, &loaded).await?;
+        let by = ffn::served_by(&config.ffn);
+        let (way, ffn) = ffn::open(&config, &loaded, &by).await?;
         let engine_config = loaded.engine_config(&config);
         let engine_metrics = Arc::default();
         let stats = Arc::clone(&way.stats);
@@ -162,6 +163,7 @@ impl Server {
         let api = Api::new(ApiParts {
             engine: Arc::new(engine.clone()),
             model: loaded.served,
+            by,
             text: loaded.text,
             limits: ApiLimits { max_body_bytes: config.capacity.max_body_bytes },
             readiness: readiness_receiver,

@@ -9,7 +9,9 @@ use afd_common::net::{Listener, Options};
 use afd_common::proto::v1;
 use afd_common::telemetry::Metrics;
 use attention_svc::api::validate::{ModelLimits, SamplingDefaults};
-use attention_svc::api::{self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedModel};
+use attention_svc::api::{
+    self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedBy, ServedModel,
+};
 use attention_svc::request::{
     ChosenToken, FinishReason, SequenceError, SequenceEvent, SequenceId, SequenceRequest, TokenLogprobs,
     Usage,
@@ -195,6 +197,7 @@ impl Server {
         let api = Api::new(ApiParts {
             engine: Arc::clone(&engine) as Arc<dyn Engine>,
             model: ServedModel { name: "tiny".into(), limits, identity },
+            by: ServedBy::default(),
             text: Text::load(&folder, TokenizerFile::Required).unwrap(),
             limits: ApiLimits::default(),
             readiness: readiness_receiver,

@@ -41,6 +41,12 @@ impl Secret {
     }
 }
 
+impl From<[u8; Secret::BYTES]> for Secret {
+    fn from(bytes: [u8; Self::BYTES]) -> Self {
+        Self(bytes)
+    }
+}
+
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(..)")

@@ -263,4 +263,4 @@ impl Pump {
 }
 
 #[cfg(test)]
-pub(super) mod tests;
+mod tests;

@@ -70,11 +70,11 @@ impl Drop for LoopbackLink {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::super::contract::{self, Fixture, Side, Wire};
     use super::*;
 
-    pub(in crate::link) struct Loopback;
+    struct Loopback;
 
     impl Fixture for Loopback {
         fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {

@@ -24,14 +24,14 @@ mod inbox;
 pub mod inline;
 mod intake;
 pub mod loopback;
+pub mod pairs;
 pub mod pool;
 mod port;
 pub mod shm;
 mod stats;
 mod stream;
 pub mod tcp;
-#[cfg(test)]
-mod timing;
+pub mod timing;
 
 pub use doorbell::Doorbell;
 pub use in_frame::{Body, InFrame};

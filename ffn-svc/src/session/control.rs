@@ -2,8 +2,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_server::FfnControlService;
+use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -69,7 +69,20 @@ impl FfnControlService for Control {
             let message = format!("`payload`: {} bytes, at most {MAX_PROBE_BYTES}", payload.len());
             return Err(Status::invalid_argument(message));
         }
-        Ok(Response::new(v1::ProbeResponse { payload, answered_at_us: steps::now_us() }))
+        let settings = self.sessions.settings();
+        let shard = self.sessions.engine().spec().shard;
+        Ok(Response::new(v1::ProbeResponse {
+            payload,
+            answered_at_us: steps::now_us(),
+            identity: Some(settings.identity.clone()),
+            shard: Some(v1::ShardSpec { index: shard.index(), count: shard.count() }),
+            model: Some(settings.offer.model.clone()),
+            link_kinds: settings.offer.link_kinds.iter().map(|kind| (*kind).into()).collect(),
+            protocol_major: PROTOCOL_MAJOR,
+            protocol_minor: PROTOCOL_MINOR,
+            software_version: env!("CARGO_PKG_VERSION").into(),
+            draining: self.sessions.draining().borrow().is_some(),
+        }))
     }
 
     async fn drain(&self, request: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {

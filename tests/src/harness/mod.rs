@@ -5,4 +5,4 @@ mod process;
 
 pub use certificates::Authority;
 pub use deployment::{Deployment, DeploymentSpec, Ffn, Pass};
-pub use process::Process;
+pub use process::{Process, output, run};

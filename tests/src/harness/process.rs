@@ -2,7 +2,7 @@
 use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -150,6 +150,26 @@ impl Drop for Process {
             eprintln!("---- log of {} ----\n{}", self.name, self.log());
         }
     }
+}
+
+/// Runs one of our commands to its end: `("attention-svc", &["plan", "list"])`; what it printed.
+///
+/// # Errors
+/// When it does not end well; what it wrote on standard error is part of the message.
+pub fn run(binary: &str, args: &[&str]) -> anyhow::Result<String> {
+    let output = output(binary, args)?;
+    if !output.status.success() {
+        bail!("{binary} {args:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// The same, however it ends.
+///
+/// # Errors
+/// When it cannot be started.
+pub fn output(binary: &str, args: &[&str]) -> anyhow::Result<Output> {
+    Ok(Command::new(binaries()?.join(binary)).args(args).stdin(Stdio::null()).output()?)
 }
 
 /// Folder of the binaries that belong to the running test: the same profile, built first where they are not.

@@ -96,7 +96,7 @@ impl InferenceService for Face {
         &self,
         _: Request<v1::GetModelInfoRequest>,
     ) -> Result<Response<v1::GetModelInfoResponse>, Status> {
-        let model = &self.api.model;
+        let (model, by) = (&self.api.model, &self.api.by);
         Ok(Response::new(v1::GetModelInfoResponse {
             name: model.name.clone(),
             model: Some(model.identity.clone()),
@@ -104,6 +104,9 @@ impl InferenceService for Face {
             vocab_size: model.limits.vocab_size,
             eos_token_ids: model.limits.eos_token_ids.clone(),
             ffn_peers: (self.api.ffn_peers)(),
+            identity: Some(by.identity.clone()),
+            link_kinds: by.link_kinds.iter().map(ToString::to_string).collect(),
+            answered_at_us: crate::api::unix_time().as_micros() as u64,
         }))
     }
 

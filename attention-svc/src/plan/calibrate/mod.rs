@@ -1,7 +1,7 @@
 //! `plan calibrate`: measured points to a profile. Two points fit the fixed and the linear part; more are fitted by least
 //! squares; neither part may be negative, because no cause would be.
 //!
-//! The file is JSON, every list optional:
+//! Points are JSON, every list optional, in one file or several; under `points` in what the measuring commands write:
 //! ```json
 //! {
 //!   "links":     [{"link": "scale_up", "bytes": 4096, "one_way_us": 3.2}, …],
@@ -12,9 +12,9 @@
 //!                  "batch_per_rank": 25, "context": 32768, "step_ms": 22.05}, …]
 //! }
 //! ```
-//! `links` come from `bench links` (payloads of two sizes or more), `probes` from `FfnControlService.Probe` (the slowest
-//! edge of a kind counts: a step waits for it), `attention` and `ffn` from reports of compute time per layer and stage,
-//! `steps` from `bench` (decode step of a whole deployment). Lists are applied in the order above, so that a step is
+//! `links` come from `attention-svc bench links --json` (payloads of two sizes or more), `probes` from `ffn-svc probe
+//! --json` (the slowest edge of a kind counts: a step waits for it), `attention`, `ffn` (compute time per layer and stage)
+//! and `steps` (decode step of a whole deployment) from `attention-svc bench --layers --json`. Lists are applied in the order above, so that a step is
 //! explained with what was measured closer by.
 //!
 //! A step is one number and a layer has three unknown times, so each step says which of them it `fits`; the other two are
@@ -28,7 +28,7 @@ pub use points::{
     AttentionPoint, FfnPoint, Fits, LinkName, LinkPoint, Measured, ProbePoint, StepPoint, parse,
 };
 
-use fit::fit;
+use fit::{fit, fit_relative};
 
 use super::calibration::{FfnLine, Ratio};
 use super::case::{Case, Terms};
@@ -108,7 +108,8 @@ fn fit_links(profile: &mut Profile, points: &[LinkPoint]) -> Result<(), Calibrat
     for link in [LinkName::ScaleUp, LinkName::ScaleOut] {
         let of_link = points.iter().filter(|point| point.link == link);
         let samples: Vec<_> = of_link.map(|point| (point.bytes, point.one_way_us * 1e-6)).collect();
-        let Some(fit) = fit("links", &samples)? else { continue };
+        // Sizes span decades: each point counts by how far it is off in its own measure.
+        let Some(fit) = fit_relative("links", &samples)? else { continue };
         if fit.per_row.0 <= 0.0 {
             let why = "larger payloads took no longer, so these sizes do not show the bandwidth";
             return Err(CalibrateError::Absurd { what: "links: one_way_us", value: samples[0].1 * 1e6, why });

@@ -106,12 +106,37 @@ pub enum Fits {
     Exchange,
 }
 
-/// Reads measured points.
+impl Measured {
+    /// With the points of another file behind these.
+    pub fn and(mut self, other: Self) -> Self {
+        self.links.extend(other.links);
+        self.probes.extend(other.probes);
+        self.attention.extend(other.attention);
+        self.ffn.extend(other.ffn);
+        self.steps.extend(other.steps);
+        self
+    }
+
+    /// Whether there is no point at all.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// A report of a measuring command; whatever else it holds is for others.
+#[derive(Deserialize)]
+struct Report {
+    points: Option<Measured>,
+}
+
+/// Reads measured points: bare, or under `points` in the report of a measuring command.
 ///
 /// # Errors
 /// [`CalibrateError::Malformed`] names line and field.
 pub fn parse(json: &str) -> Result<Measured, CalibrateError> {
-    serde_json::from_str(json).map_err(|error| CalibrateError::Malformed { what: error.to_string() })
+    let malformed = |error: serde_json::Error| CalibrateError::Malformed { what: error.to_string() };
+    let report: Report = serde_json::from_str(json).map_err(malformed)?;
+    report.points.map_or_else(|| serde_json::from_str(json).map_err(malformed), Ok)
 }
 
 #[cfg(test)]
@@ -122,5 +147,17 @@ mod tests {
     fn an_unknown_field_is_refused() {
         let error = parse(r#"{"links": [], "lnks": []}"#).unwrap_err();
         assert!(error.to_string().contains("lnks"), "{error}");
+        let error = parse(r#"{"url": "x", "points": {"lnks": []}}"#).unwrap_err();
+        assert!(error.to_string().contains("lnks"), "{error}");
+    }
+
+    #[test]
+    fn points_are_read_from_a_report_and_put_together() {
+        let report =
+            r#"{"series": [1], "points": {"attention": [{"rows": 1, "context": 2, "layer_us": 3}]}}"#;
+        let bare = r#"{"attention": [{"rows": 4, "context": 2, "layer_us": 5}]}"#;
+        let both = parse(report).unwrap().and(parse(bare).unwrap());
+        assert_eq!(both.attention.iter().map(|point| point.rows).collect::<Vec<_>>(), [1.0, 4.0]);
+        assert!(parse("{}").unwrap().is_empty() && !both.is_empty());
     }
 }

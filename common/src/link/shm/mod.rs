@@ -201,4 +201,4 @@ impl Drop for ShmLink {
 }
 
 #[cfg(test)]
-pub(super) mod tests;
+mod tests;

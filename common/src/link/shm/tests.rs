@@ -10,13 +10,13 @@ use crate::link::attach::{accept, dial};
 use crate::link::contract::{self, Fixture, PATIENCE, Wire};
 use crate::link::grants::{LinkId, Secret, Ticket};
 
-pub(in crate::link) struct Shm {
+struct Shm {
     /// Kept while the test runs.
     sockets: Mutex<Vec<TcpStream>>,
 }
 
 impl Shm {
-    pub(in crate::link) fn new() -> Self {
+    fn new() -> Self {
         Self { sockets: Mutex::default() }
     }
 }
@@ -92,7 +92,7 @@ impl Wire for RawLane {
 contract::contract_tests!(Shm::new());
 
 /// Ends whose bells had no place left for their lanes when they were attached.
-pub(in crate::link) fn pair_with_ringers(a: Limits, b: Limits) -> (contract::Side, contract::Side) {
+fn pair_with_ringers(a: Limits, b: Limits) -> (contract::Side, contract::Side) {
     let path = std::env::temp_dir().join(format!("afd-places-{}", std::process::id()));
     let (_, into) = Segment::create(&path, Shape::new(1, 1).unwrap(), &[0; 16]).unwrap().lanes(Side::First);
     std::fs::remove_file(&path).unwrap();

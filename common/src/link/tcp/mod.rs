@@ -127,4 +127,4 @@ impl Drop for TcpLink {
 }
 
 #[cfg(test)]
-pub(super) mod tests;
+mod tests;

@@ -12,7 +12,7 @@ use crate::link::grants::{GrantSpec, Grants, LinkId, Refusal, Secret, Ticket};
 use crate::net::tls::ServerTls;
 use crate::net::tls::tests::Authority;
 
-pub(in crate::link) struct Tcp;
+struct Tcp;
 
 fn listen() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

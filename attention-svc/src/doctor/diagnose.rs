@@ -1,0 +1,288 @@
+//! What does not go together, from what was seen. Pure.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use afd_common::proto::v1;
+
+use super::look::{AttentionRank, Clock, FfnRank, Found, Seen};
+use super::milliseconds;
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub(super) struct Finding {
+    /// For programs.
+    pub(super) fault: Fault,
+    /// Where; empty when it is nowhere in particular.
+    pub(super) address: String,
+    /// For people, with what to do about it.
+    pub(super) sentence: String,
+}
+
+/// Kinds of fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Fault {
+    /// Nobody answers, or nobody of ours.
+    Unreachable,
+    /// A rank of the other role.
+    WrongRole,
+    /// It cannot be sent work.
+    NotReady,
+    /// Versions of the protocol that do not work together.
+    Protocol,
+    /// Something about the model that must be equal is not.
+    Model,
+    /// Ranks that divide the layers differently.
+    ShardCount,
+    /// No rank for a part of every layer.
+    ShardMissing,
+    /// Two processes with one name.
+    TwinRank,
+    /// No kind of link in common.
+    Links,
+    /// A rank that is there and that an attention rank does not use.
+    Unused,
+    /// Clocks too far apart.
+    Clock,
+}
+
+/// Attention and FFN ranks by address.
+struct Ranks<'a> {
+    attention: Vec<(&'a str, &'a AttentionRank)>,
+    ffn: Vec<(&'a str, &'a FfnRank)>,
+}
+
+/// Everything that is wrong, the graver first.
+pub(super) fn diagnose(seen: &[Seen], max_skew: Duration) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = seen.iter().filter_map(misplaced).collect();
+    let mut ranks = Ranks { attention: Vec::new(), ffn: Vec::new() };
+    for seen in seen {
+        match &seen.found {
+            Found::Attention(rank) => ranks.attention.push((&seen.address, rank)),
+            Found::Ffn(rank) => ranks.ffn.push((&seen.address, rank)),
+            Found::Nothing(_) => {}
+        }
+    }
+    protocols(&ranks, &mut findings);
+    models(&ranks, &mut findings);
+    shards(&ranks, &mut findings);
+    twins(&ranks, &mut findings);
+    links(&ranks, &mut findings);
+    readiness(&ranks, &mut findings);
+    clocks(&ranks, max_skew, &mut findings);
+    findings.sort_by_key(|finding| finding.fault);
+    findings
+}
+
+fn finding(fault: Fault, address: &str, sentence: String) -> Finding {
+    Finding { fault, address: address.to_owned(), sentence }
+}
+
+/// "A0", "F1".
+pub(super) fn name(identity: Option<&v1::Identity>) -> String {
+    let Some(identity) = identity else { return "a rank without a name".into() };
+    let letter = if identity.role() == v1::Role::Ffn { 'F' } else { 'A' };
+    format!("{letter}{}", identity.rank)
+}
+
+fn misplaced(seen: &Seen) -> Option<Finding> {
+    let Seen { address, expected, found } = seen;
+    let role = if *expected == v1::Role::Ffn { "an FFN rank" } else { "an attention rank" };
+    let (other, option) = match (found, expected) {
+        (Found::Nothing(why), _) => {
+            let sentence = format!("{address}, given as {role}, {why}");
+            return Some(finding(Fault::Unreachable, address, sentence));
+        }
+        (Found::Ffn(rank), v1::Role::Attention) => {
+            (format!("{}, an FFN rank", name(rank.edge.answer.identity.as_ref())), "--ffn")
+        }
+        (Found::Attention(rank), v1::Role::Ffn) => {
+            (format!("{}, an attention rank", name(rank.info.identity.as_ref())), "--attention")
+        }
+        _ => return None,
+    };
+    let sentence = format!("{address} was given as {role} and is {other}: it belongs into {option}");
+    Some(finding(Fault::WrongRole, address, sentence))
+}
+
+fn protocols(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    let ours = ranks.attention.iter().map(|(address, rank)| (*address, rank.protocol.clone()));
+    let theirs = ranks.ffn.iter().map(|(address, rank)| {
+        let answer = &rank.edge.answer;
+        (*address, format!("{}.{}", answer.protocol_major, answer.protocol_minor))
+    });
+    let all: Vec<(&str, String)> = ours.chain(theirs).collect();
+    let major = |version: &str| version.split('.').next().unwrap_or_default().to_owned();
+    let Some((first, version)) = all.first() else { return };
+    for (address, other) in all.iter().filter(|(_, other)| major(other) != major(version)) {
+        let sentence = format!(
+            "{address} speaks protocol {other} and {first} {version}: the major versions must be equal, so update one side"
+        );
+        findings.push(finding(Fault::Protocol, address, sentence));
+    }
+}
+
+/// Everyone is held to the first attention rank, or else to the first FFN rank.
+fn models(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    let attention = ranks.attention.iter().map(|(address, rank)| (*address, rank.info.model.clone()));
+    let ffn = ranks.ffn.iter().map(|(address, rank)| (*address, rank.edge.answer.model.clone()));
+    let all: Vec<_> = attention.chain(ffn).map(|(at, model)| (at, model.unwrap_or_default())).collect();
+    let Some((first, expected)) = all.first() else { return };
+    for (address, model) in &all[1..] {
+        if let Some((field, theirs, ours)) = difference(model, expected) {
+            let sentence = format!(
+                "{address} serves another model than {first}: `{field}` is {theirs} there and {ours} here; start both with \
+                 the same --model, --dtype, --gate, --placement, --routing, --load-format and --seed"
+            );
+            findings.push(finding(Fault::Model, address, sentence));
+        }
+    }
+}
+
+/// The first field that differs, the plainest first: a fingerprint differs whenever anything does.
+fn difference(a: &v1::ModelIdentity, b: &v1::ModelIdentity) -> Option<(&'static str, String, String)> {
+    let of = |model: &v1::ModelIdentity| {
+        [
+            ("architecture", model.architecture.clone()),
+            ("hidden_size", model.hidden_size.to_string()),
+            ("num_layers", model.num_layers.to_string()),
+            ("activation_dtype", model.activation_dtype().as_str_name().to_owned()),
+            ("gate_placement", model.gate_placement().as_str_name().to_owned()),
+            ("placement", model.placement.clone()),
+            ("routing", model.routing().as_str_name().to_owned()),
+            ("fingerprint", model.fingerprint.clone()),
+        ]
+    };
+    let pairs = of(a).into_iter().zip(of(b));
+    pairs.into_iter().find(|((_, a), (_, b))| a != b).map(|((field, a), (_, b))| (field, a, b))
+}
+
+fn shards(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    let spec = |rank: &FfnRank| rank.edge.answer.shard.unwrap_or_default();
+    let Some((first, rank)) = ranks.ffn.first() else { return };
+    let count = spec(rank).count;
+    let mut there = BTreeSet::new();
+    for (address, rank) in &ranks.ffn {
+        let shard = spec(rank);
+        if shard.count != count {
+            let sentence = format!(
+                "{address} owns shard {} of {} and {first} one of {count}: start all FFN ranks with the same number in --shard",
+                shard.index, shard.count
+            );
+            findings.push(finding(Fault::ShardCount, address, sentence));
+        } else if !rank.edge.answer.draining {
+            there.insert(shard.index);
+        }
+    }
+    for index in (0..count).filter(|index| !there.contains(index)) {
+        let sentence = format!(
+            "no rank serves shard {index} of {count}: start `ffn-svc serve --shard {index}/{count}` and name it in --ffn"
+        );
+        findings.push(finding(Fault::ShardMissing, "", sentence));
+    }
+}
+
+fn twins(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    let attention = ranks.attention.iter().map(|(address, rank)| (*address, rank.info.identity.as_ref()));
+    let ffn = ranks.ffn.iter().map(|(address, rank)| (*address, rank.edge.answer.identity.as_ref()));
+    let mut by_name = BTreeMap::new();
+    for (address, identity) in attention.chain(ffn) {
+        let Some(identity) = identity else { continue };
+        let key = (identity.deployment.clone(), identity.role, identity.rank);
+        let Some((other, incarnation)) = by_name.insert(key, (address, identity.incarnation)) else {
+            continue;
+        };
+        // One process may have two addresses.
+        if incarnation != identity.incarnation {
+            let sentence = format!(
+                "{address} and {other} both are {} of deployment {}: give each its own --rank",
+                name(Some(identity)),
+                identity.deployment
+            );
+            findings.push(finding(Fault::TwinRank, address, sentence));
+        }
+    }
+}
+
+/// What each attention rank has of each FFN rank: a link in use, or why there is none.
+fn links(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    for (address, attention) in &ranks.attention {
+        let who = name(attention.info.identity.as_ref());
+        if attention.info.link_kinds.iter().any(|kind| kind == "loopback") {
+            continue;
+        }
+        for (ffn_address, ffn) in &ranks.ffn {
+            let offered = offered(ffn);
+            let (theirs, ours) = (offered.join(", "), attention.info.link_kinds.join(", "));
+            let rank = name(ffn.edge.answer.identity.as_ref());
+            if !attention.info.link_kinds.iter().any(|kind| offered.contains(kind)) {
+                let sentence = format!(
+                    "{who} at {address} asks for {ours} and {rank} at {ffn_address} offers {theirs}: choose --link so that \
+                     they have one in common"
+                );
+                findings.push(finding(Fault::Links, address, sentence));
+            } else if !attention.info.ffn_peers.iter().any(|peer| is_same(&peer.address, ffn_address)) {
+                let sentence = format!(
+                    "{who} at {address} does not use {rank} at {ffn_address}: it is not in that rank's --ffn, or was \
+                     refused (its log says why)"
+                );
+                findings.push(finding(Fault::Unused, address, sentence));
+            }
+        }
+    }
+}
+
+/// Kinds of link that an FFN rank offers, as attention names them.
+pub(super) fn offered(rank: &FfnRank) -> Vec<String> {
+    let short = |kind: v1::LinkKind| {
+        kind.as_str_name().trim_start_matches("LINK_KIND_").to_lowercase().replace('_', "-")
+    };
+    rank.edge.answer.link_kinds().map(short).collect()
+}
+
+/// An attention rank tells the address it resolved; a name is compared by its port alone.
+fn is_same(resolved: &str, given: &str) -> bool {
+    let parts = |address: &str| {
+        let (host, port) = address.rsplit_once(':')?;
+        Some((host.trim_start_matches("http://").to_owned(), port.to_owned()))
+    };
+    match (parts(resolved), parts(given)) {
+        (Some((host, port)), Some((given_host, given_port))) => {
+            let is_name = given_host.parse::<std::net::IpAddr>().is_err() && !given_host.starts_with('[');
+            port == given_port && (is_name || host == given_host)
+        }
+        _ => false,
+    }
+}
+
+fn readiness(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    for (address, rank) in &ranks.attention {
+        if let Some(why) = &rank.not_ready {
+            let sentence = format!("{} at {address} is not ready: {why}", name(rank.info.identity.as_ref()));
+            findings.push(finding(Fault::NotReady, address, sentence));
+        }
+    }
+    for (address, rank) in ranks.ffn.iter().filter(|(_, rank)| rank.edge.answer.draining) {
+        let who = name(rank.edge.answer.identity.as_ref());
+        let sentence =
+            format!("{who} at {address} is draining: it finishes what it has and takes nothing new");
+        findings.push(finding(Fault::NotReady, address, sentence));
+    }
+}
+
+fn clocks(ranks: &Ranks<'_>, max_skew: Duration, findings: &mut Vec<Finding>) {
+    let attention = ranks.attention.iter().map(|(address, rank)| (*address, rank.clock));
+    let ffn = ranks.ffn.iter().map(|(address, rank)| (*address, rank.clock()));
+    for (address, Clock { ahead_us, within }) in attention.chain(ffn) {
+        let off = Duration::from_micros(ahead_us.unsigned_abs());
+        if off > max_skew + within {
+            let which = if ahead_us > 0 { "ahead of" } else { "behind" };
+            let sentence = format!(
+                "the clock at {address} is {} {which} this host's: spans and logs of the services will not line up, and a \
+                 restarted rank may be taken for the older one",
+                milliseconds(off)
+            );
+            findings.push(finding(Fault::Clock, address, sentence));
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! `attention-svc doctor`: looks at a deployment from outside and says what is wrong with it, in sentences.
+//!
+//! Joins nothing and changes nothing. In reading order: `look` (what each address says of itself) → `diagnose` (what does
+//! not go together, pure) → `report` (table and JSON). Latency and bandwidth are of the way from where it runs: run it
+//! beside the attention rank to see that rank's.
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use afd_common::config::units::Span;
+use clap::Args;
+
+mod diagnose;
+mod look;
+mod report;
+#[cfg(test)]
+mod tests;
+
+use diagnose::diagnose;
+use look::{Look, Seen};
+
+/// Check a running deployment from outside.
+#[derive(Clone, Debug, Args)]
+pub struct DoctorArgs {
+    /// Attention ranks, host:port
+    #[arg(long, value_name = "ADDR,…", value_delimiter = ',', default_value = "127.0.0.1:8000")]
+    attention: Vec<String>,
+    /// FFN ranks, host:port [default: those that the attention ranks use]
+    #[arg(long, value_name = "ADDR,…", value_delimiter = ',')]
+    ffn: Vec<String>,
+    /// Time for all answers of one address
+    #[arg(long, value_name = "TIME", default_value = "10s")]
+    timeout: Span,
+    /// Clocks further apart than this are a fault
+    #[arg(long, value_name = "TIME", default_value = "500ms")]
+    max_clock_skew: Span,
+    /// Leave the bandwidth out: it takes some 40 MB each way
+    #[arg(long)]
+    no_bandwidth: bool,
+    /// Also write everything as JSON; - is standard output, without the table
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Looks, prints. Exit code 0 when nothing is wrong, 1 when something is.
+///
+/// # Errors
+/// Only when nothing can be printed: what is wrong with a deployment is an answer.
+pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
+    let look = Look { patience: args.timeout.0, bandwidth: !args.no_bandwidth };
+    let mut seen = look.at_attention(&args.attention).await;
+    let ffn = if args.ffn.is_empty() { used_by(&seen) } else { args.ffn.clone() };
+    seen.extend(look.at_ffn(&ffn).await);
+    let findings = diagnose(&seen, args.max_clock_skew.0);
+    let json = report::json(&seen, &findings);
+    let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    match &args.json {
+        Some(_) if to_stdout => println!("{json:#}"),
+        Some(path) => std::fs::write(path, format!("{json:#}\n"))
+            .map_err(|error| anyhow::anyhow!("--json {}: {error}", path.display()))?,
+        None => {}
+    }
+    if !to_stdout {
+        print!("{}", report::text(&seen, &findings));
+    }
+    Ok(if findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Addresses that attention ranks say they use, each once.
+fn used_by(seen: &[Seen]) -> Vec<String> {
+    let mut all: Vec<String> = seen.iter().flat_map(Seen::peers).map(|peer| peer.address.clone()).collect();
+    // The FFN of the monolithic mode has no address.
+    all.retain(|address| address.contains(':'));
+    all.sort();
+    all.dedup();
+    all
+}
+
+/// For people: "1.5 ms".
+fn milliseconds(time: Duration) -> String {
+    format!("{:.1} ms", time.as_secs_f64() * 1e3)
+}

@@ -1,0 +1,201 @@
+//! A healthy deployment, and one fault at a time.
+use std::time::Duration;
+
+use afd_common::proto::v1;
+use ffn_svc::probe::edge::Edge;
+
+use super::diagnose::{Fault, Finding, diagnose};
+use super::look::{AttentionRank, Clock, FfnRank, Found, Seen};
+use super::report;
+
+const MAX_SKEW: Duration = Duration::from_millis(500);
+
+fn model() -> v1::ModelIdentity {
+    v1::ModelIdentity {
+        fingerprint: "f00d".into(),
+        architecture: "MixtralForCausalLM".into(),
+        hidden_size: 64,
+        num_layers: 4,
+        activation_dtype: v1::Dtype::F32.into(),
+        gate_placement: v1::GatePlacement::Ffn.into(),
+        ..Default::default()
+    }
+}
+
+fn identity(role: v1::Role, rank: u32, incarnation: u64) -> Option<v1::Identity> {
+    Some(v1::Identity { deployment: "d".into(), role: role.into(), rank, incarnation })
+}
+
+fn peer(address: &str, index: u32) -> v1::FfnPeer {
+    let shard = Some(v1::ShardSpec { index, count: 2 });
+    v1::FfnPeer { address: address.into(), shard, link: "shm".into() }
+}
+
+fn attention() -> AttentionRank {
+    AttentionRank {
+        info: v1::GetModelInfoResponse {
+            name: "tiny".into(),
+            model: Some(model()),
+            identity: identity(v1::Role::Attention, 0, 1),
+            link_kinds: vec!["shm".into(), "tcp".into()],
+            ffn_peers: vec![peer("10.0.0.1:7001", 0), peer("10.0.0.2:7001", 1)],
+            ..Default::default()
+        },
+        version: "0.1.0".into(),
+        protocol: "1.0".into(),
+        not_ready: None,
+        round_trip: Duration::from_millis(1),
+        clock: Clock { ahead_us: 100, within: Duration::from_micros(500) },
+    }
+}
+
+fn ffn(index: u32) -> FfnRank {
+    let answer = v1::ProbeResponse {
+        identity: identity(v1::Role::Ffn, index, 7),
+        shard: Some(v1::ShardSpec { index, count: 2 }),
+        model: Some(model()),
+        link_kinds: vec![v1::LinkKind::Shm.into(), v1::LinkKind::CudaIpc.into()],
+        protocol_major: 1,
+        software_version: "0.1.0".into(),
+        ..Default::default()
+    };
+    FfnRank {
+        edge: Edge {
+            round_trip: Duration::from_micros(300),
+            bandwidth: Some(2e9),
+            clock_ahead_us: -50,
+            clock_within: Duration::from_micros(100),
+            answer,
+        },
+    }
+}
+
+/// One attention rank and two shards, changed by the test: `change(attention, first FFN, second FFN)`.
+fn deployment(change: impl FnOnce(&mut AttentionRank, &mut FfnRank, &mut FfnRank)) -> Vec<Seen> {
+    let (mut a, mut f0, mut f1) = (attention(), ffn(0), ffn(1));
+    change(&mut a, &mut f0, &mut f1);
+    let seen = |address: &str, expected, found| Seen { address: address.into(), expected, found };
+    vec![
+        seen("10.0.0.9:8000", v1::Role::Attention, Found::Attention(Box::new(a))),
+        seen("10.0.0.1:7001", v1::Role::Ffn, Found::Ffn(Box::new(f0))),
+        seen("ffn-1:7001", v1::Role::Ffn, Found::Ffn(Box::new(f1))),
+    ]
+}
+
+/// The one fault of a deployment and its sentence.
+#[track_caller]
+fn only(seen: &[Seen]) -> (Fault, String) {
+    match &diagnose(seen, MAX_SKEW)[..] {
+        [Finding { fault, sentence, .. }] => (*fault, sentence.clone()),
+        other => panic!("one finding was expected: {other:#?}"),
+    }
+}
+
+#[track_caller]
+fn says(seen: &[Seen], fault: Fault, words: &[&str]) {
+    let (found, sentence) = only(seen);
+    assert_eq!(found, fault, "{sentence}");
+    for word in words {
+        assert!(sentence.contains(word), "{word:?} is not in: {sentence}");
+    }
+}
+
+#[test]
+fn a_healthy_deployment_has_no_findings_and_says_so() {
+    let seen = deployment(|_, _, _| ());
+    let findings = diagnose(&seen, MAX_SKEW);
+    assert_eq!(findings, []);
+    let text = report::text(&seen, &findings);
+    assert!(text.contains("healthy: 1 attention and 2 FFN ranks"), "{text}");
+    assert!(text.contains("shm, cuda-ipc") && text.contains("2.00"), "{text}");
+    let json = report::json(&seen, &findings);
+    assert_eq!(json["healthy"], true);
+    assert_eq!(json["ranks"][1]["found"]["edge"]["bandwidth_bytes_per_s"], 2e9);
+}
+
+#[test]
+fn an_address_where_nobody_is() {
+    let mut seen = deployment(|_, _, _| ());
+    seen.push(Seen {
+        address: "10.0.0.3:7001".into(),
+        expected: v1::Role::Ffn,
+        found: Found::Nothing("is not there: Connection refused".into()),
+    });
+    says(&seen, Fault::Unreachable, &["10.0.0.3:7001", "an FFN rank", "Connection refused"]);
+    assert!(report::text(&seen, &diagnose(&seen, MAX_SKEW)).contains("✗ 10.0.0.3:7001"));
+}
+
+#[test]
+fn a_rank_of_the_other_role() {
+    let mut seen = deployment(|_, _, _| ());
+    seen[1].expected = v1::Role::Attention;
+    says(
+        &seen,
+        Fault::WrongRole,
+        &["10.0.0.1:7001", "given as an attention rank", "F0, an FFN rank", "--ffn"],
+    );
+}
+
+#[test]
+fn another_model_is_told_by_the_plainest_field() {
+    fn of(rank: &mut FfnRank) -> &mut v1::ModelIdentity {
+        rank.edge.answer.model.as_mut().unwrap()
+    }
+    let seen = deployment(|_, _, f1| {
+        of(f1).hidden_size = 128;
+        of(f1).fingerprint = "beef".into();
+    });
+    says(&seen, Fault::Model, &["ffn-1:7001", "`hidden_size` is 128 there and 64 here"]);
+    let seen = deployment(|_, f0, _| of(f0).fingerprint = "beef".into());
+    says(&seen, Fault::Model, &["`fingerprint` is beef there and f00d here", "--seed"]);
+    let seen = deployment(|_, f0, _| of(f0).gate_placement = v1::GatePlacement::Attention.into());
+    says(&seen, Fault::Model, &["`gate_placement`", "--gate"]);
+}
+
+#[test]
+fn a_missing_shard_and_ranks_that_count_differently() {
+    let seen = deployment(|_, _, f1| f1.edge.answer.shard = Some(v1::ShardSpec { index: 0, count: 2 }));
+    says(&seen, Fault::ShardMissing, &["shard 1 of 2", "--shard 1/2"]);
+    let seen = deployment(|_, _, f1| f1.edge.answer.shard = Some(v1::ShardSpec { index: 1, count: 3 }));
+    let faults: Vec<_> = diagnose(&seen, MAX_SKEW).into_iter().map(|finding| finding.fault).collect();
+    assert_eq!(faults, [Fault::ShardCount, Fault::ShardMissing]);
+}
+
+#[test]
+fn two_processes_with_one_rank_but_not_one_process_with_two_addresses() {
+    let twin = |incarnation| {
+        let mut seen = deployment(|_, _, _| ());
+        let mut f0 = ffn(0);
+        f0.edge.answer.identity = identity(v1::Role::Ffn, 0, incarnation);
+        let found = Found::Ffn(Box::new(f0));
+        seen.push(Seen { address: "ffn-0:7001".into(), expected: v1::Role::Ffn, found });
+        seen
+    };
+    says(&twin(8), Fault::TwinRank, &["ffn-0:7001 and 10.0.0.1:7001", "F0 of deployment d", "--rank"]);
+    assert_eq!(diagnose(&twin(7), MAX_SKEW), []);
+}
+
+#[test]
+fn links_without_a_kind_in_common_and_ranks_that_are_not_used() {
+    let seen = deployment(|a, _, _| a.info.link_kinds = vec!["tcp".into()]);
+    let faults: Vec<_> = diagnose(&seen, MAX_SKEW);
+    assert!(faults.len() == 2 && faults.iter().all(|finding| finding.fault == Fault::Links), "{faults:#?}");
+    assert!(
+        faults[0].sentence.contains("asks for tcp") && faults[0].sentence.contains("offers shm, cuda-ipc")
+    );
+    let seen = deployment(|a, _, _| a.info.ffn_peers.truncate(0));
+    let faults: Vec<_> = diagnose(&seen, MAX_SKEW).into_iter().map(|finding| finding.fault).collect();
+    assert_eq!(faults, [Fault::Unused, Fault::Unused]);
+}
+
+#[test]
+fn protocols_readiness_and_clocks() {
+    let seen = deployment(|_, f0, _| f0.edge.answer.protocol_major = 2);
+    says(&seen, Fault::Protocol, &["10.0.0.1:7001 speaks protocol 2.0", "1.0"]);
+    let seen = deployment(|a, _, _| a.not_ready = Some("FFN ranks: F1 is away".into()));
+    says(&seen, Fault::NotReady, &["A0", "F1 is away"]);
+    let seen = deployment(|_, _, f1| f1.edge.clock_ahead_us = -700_000);
+    says(&seen, Fault::Clock, &["ffn-1:7001", "700.0 ms behind"]);
+    let seen = deployment(|a, _, _| a.clock.ahead_us = 500_400);
+    assert_eq!(diagnose(&seen, MAX_SKEW), [], "not known that well");
+}

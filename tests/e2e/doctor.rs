@@ -1,0 +1,111 @@
+//! `attention-svc doctor` on real deployments: a healthy one, and one fault at a time.
+use std::time::Duration;
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process, output};
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// Whether all is well, the kinds of fault with their sentences, and the whole report.
+async fn doctor(
+    attention: &[String],
+    ffn: &[String],
+) -> anyhow::Result<(bool, Vec<(String, String)>, Value)> {
+    let (attention, ffn) = (attention.join(","), ffn.join(","));
+    let ran = tokio::task::spawn_blocking(move || {
+        let mut args = vec!["doctor", "--attention", &attention, "--timeout", "20s", "--json", "-"];
+        if !ffn.is_empty() {
+            args.extend(["--ffn", &ffn]);
+        }
+        output("attention-svc", &args)
+    });
+    let output = ran.await??;
+    let printed = String::from_utf8(output.stdout)?;
+    let report: Value = serde_json::from_str(&printed).with_context(|| printed.clone())?;
+    let text = |finding: &Value, field: &str| finding[field].as_str().unwrap_or_default().to_owned();
+    let findings = report["findings"].as_array().context("no findings")?;
+    let findings = findings.iter().map(|f| (text(f, "fault"), text(f, "sentence"))).collect();
+    ensure!(output.status.success() == (report["healthy"] == true), "{:?} after {report:#}", output.status);
+    Ok((output.status.success(), findings, report))
+}
+
+fn addresses(all: &[std::net::SocketAddr]) -> Vec<String> {
+    all.iter().map(ToString::to_string).collect()
+}
+
+/// Exactly these kinds of fault, and the words in the first one's sentence.
+fn has(findings: &[(String, String)], faults: &[&str], words: &[&str]) -> anyhow::Result<()> {
+    let found: Vec<&str> = findings.iter().map(|(fault, _)| fault.as_str()).collect();
+    ensure!(found == faults, "{findings:#?}");
+    for word in words {
+        ensure!(findings[0].1.contains(word), "{word:?} is not in {:?}", findings[0].1);
+    }
+    Ok(())
+}
+
+fn ffn_rank(folder: &std::path::Path, model: &str, shard: &str, rank: &str) -> anyhow::Result<Process> {
+    let model = fixtures::checkpoint(model).display().to_string();
+    let args =
+        ["serve", "--model", &model, "--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1"];
+    let args = [&args[..], &["--shard", shard, "--rank", rank]].concat();
+    let args: Vec<String> = args.into_iter().map(str::to_owned).collect();
+    Process::start("ffn-svc", &format!("extra-{rank}-{}", shard.replace('/', "-")), &args, folder)
+}
+
+#[tokio::test]
+async fn a_healthy_pair_is_healthy_and_each_fault_is_named() -> anyhow::Result<()> {
+    let spec =
+        DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Remote { shards: 2, replicas: 1 });
+    let mut deployment = Deployment::start(spec).await?;
+    let (attention, ffn) = (addresses(&deployment.attention_addresses), addresses(&deployment.ffn_addresses));
+
+    // The FFN ranks are those that attention uses, and those that are given.
+    for given in [vec![], ffn.clone()] {
+        let (healthy, findings, report) = doctor(&attention, &given).await?;
+        ensure!(healthy && findings.is_empty(), "{findings:#?}");
+        ensure!(report["ranks"].as_array().is_some_and(|ranks| ranks.len() == 3), "{report:#}");
+        let edge = &report["ranks"][1]["found"]["edge"];
+        let positive = |field: &str| edge[field].as_f64().is_some_and(|value| value > 0.0);
+        ensure!(positive("latency_us") && positive("bandwidth_bytes_per_s"), "{report:#}");
+        ensure!(
+            report["ranks"][1]["found"]["links"] == serde_json::json!(["shm", "tcp", "inline"]),
+            "{report:#}"
+        );
+    }
+
+    // Wrong roles, both ways.
+    let (_, findings, _) = doctor(&[attention[0].clone(), ffn[0].clone()], &ffn).await?;
+    has(&findings, &["wrong-role"], &[&ffn[0], "F0, an FFN rank", "--ffn"])?;
+    let (_, findings, _) = doctor(&attention, &[ffn.clone(), attention.clone()].concat()).await?;
+    has(&findings, &["wrong-role"], &[&attention[0], "A0, an attention rank", "--attention"])?;
+
+    // Nobody there.
+    let (_, findings, _) = doctor(&attention, &[ffn.clone(), vec!["127.0.0.1:1".into()]].concat()).await?;
+    has(&findings, &["unreachable"], &["127.0.0.1:1", "refused"])?;
+
+    let folder = tempfile::tempdir()?;
+    // A second process that says it is F0.
+    let mut twin = ffn_rank(folder.path(), "tiny-mixtral", "0/2", "0")?;
+    let twin_address = twin.address(START_LIMIT)?.to_string();
+    let (_, findings, _) = doctor(&attention, &[ffn.clone(), vec![twin_address.clone()]].concat()).await?;
+    has(&findings, &["twin-rank", "unused"], &[&twin_address, "F0 of deployment default"])?;
+    drop(twin);
+
+    // Another model.
+    let mut other = ffn_rank(folder.path(), "tiny-olmoe", "0/2", "5")?;
+    let other_address = other.address(START_LIMIT)?.to_string();
+    let (_, findings, _) = doctor(&attention, &[ffn.clone(), vec![other_address.clone()]].concat()).await?;
+    has(&findings, &["model", "unused"], &[&other_address, "`architecture` is OlmoeForCausalLM there"])?;
+    drop(other);
+
+    // A shard that nobody serves any more: its address is silent, and attention is not ready.
+    deployment.ffn[1].kill()?;
+    let (_, findings, _) = doctor(&attention, &ffn).await?;
+    let faults: Vec<&str> = findings.iter().map(|(fault, _)| fault.as_str()).collect();
+    ensure!(faults.contains(&"unreachable") && faults.contains(&"shard-missing"), "{findings:#?}");
+    let missing = findings.iter().find(|(fault, _)| fault == "shard-missing").context("just seen")?;
+    ensure!(missing.1.contains("shard 1 of 2") && missing.1.contains("--shard 1/2"), "{missing:?}");
+    Ok(())
+}
