@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use ffn_svc::probe::dial::TlsOptions;
 
 mod exposition;
 mod layers;
@@ -55,6 +56,10 @@ struct ServerArgs {
     /// File with a bearer token to send
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+
+    /// How to get there
+    #[command(flatten)]
+    tls: TlsOptions,
 
     /// Requests in flight, one level each: a new one starts when one ends
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,4,16", help_heading = "Load")]
@@ -172,7 +177,8 @@ impl ServerArgs {
                 Some(std::fs::read_to_string(path).map_err(failed)?.trim().to_owned())
             }
         };
-        Target::find(url, self.model.clone(), key, Duration::from_secs(self.timeout)).await
+        let tls = self.tls.load().map_err(|error| BenchError::Option(format!("{error:#}")))?;
+        Target::find(url, self.model.clone(), key, tls.as_ref(), Duration::from_secs(self.timeout)).await
     }
 }
 

@@ -1,6 +1,7 @@
 //! One request, timed as its answer streams in.
 use std::time::{Duration, Instant};
 
+use afd_common::net::tls::ClientTls;
 use futures::StreamExt;
 use serde_json::{Value, json};
 
@@ -43,16 +44,16 @@ impl Target {
         url: &str,
         model: Option<String>,
         key: Option<String>,
+        tls: Option<&ClientTls>,
         timeout: Duration,
     ) -> Result<Self, BenchError> {
         let url = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
         let failed = |what: String| BenchError::Server { url: url.clone(), what };
-        let client = reqwest::Client::builder()
-            .timeout(timeout)
-            .tcp_nodelay(true)
-            .no_proxy()
-            .build()
-            .map_err(|e| failed(chain(&e)))?;
+        let mut client = reqwest::Client::builder().timeout(timeout).tcp_nodelay(true).no_proxy();
+        if let Some(tls) = tls {
+            client = client.use_preconfigured_tls((*tls.config()).clone());
+        }
+        let client = client.build().map_err(|e| failed(chain(&e)))?;
         let mut target = Self { client, model: String::new(), key, url: url.clone() };
         target.model = match model {
             Some(model) => model,

@@ -106,17 +106,20 @@ fn misplaced(seen: &Seen) -> Option<Finding> {
 }
 
 fn protocols(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
-    let ours = ranks.attention.iter().map(|(address, rank)| (*address, rank.protocol.clone()));
+    let ours = ranks
+        .attention
+        .iter()
+        .map(|(address, rank)| (*address, rank.info.protocol_major, rank.info.protocol_minor));
     let theirs = ranks.ffn.iter().map(|(address, rank)| {
         let answer = &rank.edge.answer;
-        (*address, format!("{}.{}", answer.protocol_major, answer.protocol_minor))
+        (*address, answer.protocol_major, answer.protocol_minor)
     });
-    let all: Vec<(&str, String)> = ours.chain(theirs).collect();
-    let major = |version: &str| version.split('.').next().unwrap_or_default().to_owned();
-    let Some((first, version)) = all.first() else { return };
-    for (address, other) in all.iter().filter(|(_, other)| major(other) != major(version)) {
+    let all: Vec<(&str, u32, u32)> = ours.chain(theirs).collect();
+    let Some(&(first, major, minor)) = all.first() else { return };
+    for (address, other, other_minor) in all.iter().filter(|(_, other, _)| *other != major) {
         let sentence = format!(
-            "{address} speaks protocol {other} and {first} {version}: the major versions must be equal, so update one side"
+            "{address} speaks protocol {other}.{other_minor} and {first} {major}.{minor}: the major versions must be equal, \
+             so update one side"
         );
         findings.push(finding(Fault::Protocol, address, sentence));
     }
@@ -257,7 +260,8 @@ fn is_same(resolved: &str, given: &str) -> bool {
 
 fn readiness(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
     for (address, rank) in &ranks.attention {
-        if let Some(why) = &rank.not_ready {
+        let why = &rank.info.not_ready;
+        if !why.is_empty() {
             let sentence = format!("{} at {address} is not ready: {why}", name(rank.info.identity.as_ref()));
             findings.push(finding(Fault::NotReady, address, sentence));
         }

@@ -1,19 +1,25 @@
 //! What an address says of itself.
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use afd_common::net::client::endpoint;
+use afd_common::net::client::words;
+use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
+use ffn_svc::probe::dial::{self, DialedChannel, Token};
 use ffn_svc::probe::edge::{self, Edge};
 use futures::future::join_all;
-use serde_json::Value;
 use tokio::time::timeout;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 /// How to look.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Look {
+    /// To trust and to show; none in the clear.
+    pub(super) tls: Option<ClientTls>,
+    /// For attention ranks.
+    pub(super) api_token: Token,
+    /// For FFN ranks.
+    pub(super) join_token: Token,
     /// For all answers of one address.
     pub(super) patience: Duration,
     /// Whether to measure it.
@@ -46,11 +52,6 @@ pub(super) enum Found {
 #[derive(Clone, Debug)]
 pub(super) struct AttentionRank {
     pub(super) info: v1::GetModelInfoResponse,
-    /// Of the software and of the protocol, as `/version` says.
-    pub(super) version: String,
-    pub(super) protocol: String,
-    /// Why it is not, if it is not.
-    pub(super) not_ready: Option<String>,
     pub(super) round_trip: Duration,
     pub(super) clock: Clock,
 }
@@ -110,30 +111,30 @@ impl Look {
 
     /// Asks as the expected role first, then as the other one.
     async fn ask(&self, address: &str, expected: v1::Role) -> Result<Found, String> {
-        let endpoint = endpoint(address, self.patience).map_err(|error| error.to_string())?;
-        let channel =
-            endpoint.connect().await.map_err(|error| format!("is not there: {}", innermost(&error)))?;
         let roles = match expected {
             v1::Role::Ffn => [v1::Role::Ffn, v1::Role::Attention],
             _ => [v1::Role::Attention, v1::Role::Ffn],
         };
         for role in roles {
+            let token = if role == v1::Role::Ffn { &self.join_token } else { &self.api_token };
+            let channel = dial::dial(address, self.tls.as_ref(), token, self.patience).await;
+            let channel = channel.map_err(|why| format!("cannot be reached: {why}"))?;
             let asked = match role {
-                v1::Role::Ffn => self.ask_ffn(channel.clone()).await,
-                _ => self.ask_attention(address, channel.clone()).await,
+                v1::Role::Ffn => self.ask_ffn(channel).await,
+                _ => self.ask_attention(channel).await,
             };
             match asked {
                 Ok(found) => return Ok(found),
                 Err(status) if is_other_role(&status) => {}
                 Err(status) => {
-                    return Err(format!("answers with an error: {} ({:?})", status.message(), status.code()));
+                    return Err(format!("answers with an error: {} ({:?})", words(&status), status.code()));
                 }
             }
         }
         Err("is neither an attention nor an FFN rank: it knows none of their calls".into())
     }
 
-    async fn ask_ffn(&self, channel: Channel) -> Result<Found, Status> {
+    async fn ask_ffn(&self, channel: DialedChannel) -> Result<Found, Status> {
         let edge = edge::measure(channel, self.bandwidth).await?;
         if edge.answer.identity.is_none() {
             return Err(Status::internal(
@@ -143,50 +144,29 @@ impl Look {
         Ok(Found::Ffn(Box::new(FfnRank { edge })))
     }
 
-    async fn ask_attention(&self, address: &str, channel: Channel) -> Result<Found, Status> {
+    async fn ask_attention(&self, channel: DialedChannel) -> Result<Found, Status> {
         let mut client = InferenceServiceClient::new(channel);
         client.get_model_info(v1::GetModelInfoRequest {}).await?;
         // The first call pays for what the second finds ready.
         let (clock, begun) = (SystemTime::now(), Instant::now());
         let info = client.get_model_info(v1::GetModelInfoRequest {}).await?.into_inner();
         let round_trip = begun.elapsed();
+        if info.identity.is_none() {
+            return Err(too_old());
+        }
         let middle = (clock + round_trip / 2).duration_since(UNIX_EPOCH).unwrap_or_default();
         let ahead_us = info.answered_at_us as i64 - middle.as_micros() as i64;
-        let (_, version) = self.page(address, "/version").await?;
-        let (ready, health) = self.page(address, "/ready").await?;
-        let word = |value: &Value| value.as_str().unwrap_or("?").to_owned();
-        let why = || health["reason"].as_str().map_or_else(|| word(&health["status"]), str::to_owned);
-        Ok(Found::Attention(Box::new(AttentionRank {
-            info,
-            version: word(&version["version"]),
-            protocol: word(&version["protocol"]),
-            not_ready: (!ready).then(why),
-            round_trip,
-            clock: Clock { ahead_us, within: round_trip / 2 },
-        })))
+        let clock = Clock { ahead_us, within: round_trip / 2 };
+        Ok(Found::Attention(Box::new(AttentionRank { info, round_trip, clock })))
     }
+}
 
-    /// Whether the page is a good one, and its JSON.
-    async fn page(&self, address: &str, path: &str) -> Result<(bool, Value), Status> {
-        let failed = |error: reqwest::Error| Status::unavailable(format!("{path}: {}", innermost(&error)));
-        let client = reqwest::Client::builder().no_proxy().timeout(self.patience).build().map_err(failed)?;
-        let base = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
-        let answer = client.get(format!("{base}{path}")).send().await.map_err(failed)?;
-        Ok((answer.status().is_success(), answer.json().await.map_err(failed)?))
-    }
+fn too_old() -> Status {
+    Status::internal("the rank does not say who it is: its release is older than this doctor")
 }
 
 /// An FFN rank refuses an attention rank's calls by naming its role; whoever does not know a call says so. A server that
 /// speaks no gRPC at all answers with something that is none.
 fn is_other_role(status: &Status) -> bool {
     matches!(status.code(), Code::FailedPrecondition | Code::Unimplemented | Code::NotFound | Code::Unknown)
-}
-
-/// "transport error" says nothing; what it was made of does.
-fn innermost(error: &dyn std::error::Error) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    error.to_string()
 }

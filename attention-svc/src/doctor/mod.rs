@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use afd_common::config::units::Span;
 use clap::Args;
+use ffn_svc::probe::dial::{TlsOptions, Token};
 
 mod diagnose;
 mod look;
@@ -28,6 +29,15 @@ pub struct DoctorArgs {
     /// FFN ranks, host:port [default: those that the attention ranks use]
     #[arg(long, value_name = "ADDR,…", value_delimiter = ',')]
     ffn: Vec<String>,
+    /// How to get there
+    #[command(flatten)]
+    tls: TlsOptions,
+    /// File with a bearer token of the attention ranks' API
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// File with the FFN ranks' join token
+    #[arg(long, value_name = "FILE")]
+    join_token_file: Option<PathBuf>,
     /// Time for all answers of one address
     #[arg(long, value_name = "TIME", default_value = "10s")]
     timeout: Span,
@@ -45,9 +55,15 @@ pub struct DoctorArgs {
 /// Looks, prints. Exit code 0 when nothing is wrong, 1 when something is.
 ///
 /// # Errors
-/// Only when nothing can be printed: what is wrong with a deployment is an answer.
+/// A file of the options cannot be read or written: what is wrong with a deployment is an answer.
 pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
-    let look = Look { patience: args.timeout.0, bandwidth: !args.no_bandwidth };
+    let look = Look {
+        tls: args.tls.load()?,
+        api_token: Token::read("--api-key-file", args.api_key_file.as_deref())?,
+        join_token: Token::read("--join-token-file", args.join_token_file.as_deref())?,
+        patience: args.timeout.0,
+        bandwidth: !args.no_bandwidth,
+    };
     let mut seen = look.at_attention(&args.attention).await;
     let ffn = if args.ffn.is_empty() { used_by(&seen) } else { args.ffn.clone() };
     seen.extend(look.at_ffn(&ffn).await);

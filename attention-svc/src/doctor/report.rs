@@ -35,14 +35,14 @@ fn row(seen: &Seen) -> Vec<String> {
     let short = |fingerprint: &str| fingerprint.chars().take(12).collect::<String>();
     match &seen.found {
         Found::Attention(rank) => {
-            let ready = if rank.not_ready.is_some() { " (not ready)" } else { "" };
+            let ready = if rank.info.not_ready.is_empty() { "" } else { " (not ready)" };
             let in_use: Vec<&str> = rank.info.ffn_peers.iter().map(|peer| peer.link.as_str()).collect();
             let model = rank.info.model.clone().unwrap_or_default();
             cells.extend([
                 name(rank.info.identity.as_ref()) + ready,
                 format!("{} {}", rank.info.name, short(&model.fingerprint)),
                 "–".into(),
-                rank.version.clone(),
+                rank.info.software_version.clone(),
                 format!("{} (in use: {})", rank.info.link_kinds.join(", "), in_use.join(", ")),
                 milliseconds(rank.round_trip),
                 "–".into(),
@@ -95,9 +95,9 @@ fn rank(seen: &Seen) -> Value {
                 "identity": identity(rank.info.identity.as_ref()),
                 "model": rank.info.name,
                 "fingerprint": fingerprint(rank.info.model.as_ref()),
-                "version": rank.version,
-                "protocol": rank.protocol,
-                "ready": rank.not_ready.is_none(),
+                "version": rank.info.software_version,
+                "protocol": format!("{}.{}", rank.info.protocol_major, rank.info.protocol_minor),
+                "ready": rank.info.not_ready.is_empty(),
                 "links": rank.info.link_kinds,
                 "uses": rank.info.ffn_peers.iter().map(peer).collect::<Vec<_>>(),
                 "round_trip_us": rank.round_trip.as_secs_f64() * 1e6,

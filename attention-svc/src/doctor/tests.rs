@@ -39,11 +39,10 @@ fn attention() -> AttentionRank {
             identity: identity(v1::Role::Attention, 0, 1),
             link_kinds: vec!["shm".into(), "tcp".into()],
             ffn_peers: vec![peer("10.0.0.1:7001", 0), peer("10.0.0.2:7001", 1)],
+            protocol_major: 1,
+            software_version: "0.1.0".into(),
             ..Default::default()
         },
-        version: "0.1.0".into(),
-        protocol: "1.0".into(),
-        not_ready: None,
         round_trip: Duration::from_millis(1),
         clock: Clock { ahead_us: 100, within: Duration::from_micros(500) },
     }
@@ -192,7 +191,7 @@ fn links_without_a_kind_in_common_and_ranks_that_are_not_used() {
 fn protocols_readiness_and_clocks() {
     let seen = deployment(|_, f0, _| f0.edge.answer.protocol_major = 2);
     says(&seen, Fault::Protocol, &["10.0.0.1:7001 speaks protocol 2.0", "1.0"]);
-    let seen = deployment(|a, _, _| a.not_ready = Some("FFN ranks: F1 is away".into()));
+    let seen = deployment(|a, _, _| a.info.not_ready = "FFN ranks: F1 is away".into());
     says(&seen, Fault::NotReady, &["A0", "F1 is away"]);
     let seen = deployment(|_, _, f1| f1.edge.clock_ahead_us = -700_000);
     says(&seen, Fault::Clock, &["ffn-1:7001", "700.0 ms behind"]);

@@ -160,7 +160,7 @@ fn attached(a: (Limits, Doorbell), b: (Limits, Doorbell)) -> Result<Ends, PairEr
     })?;
     let kind = a.0.kind;
     // Had nobody dialed, the thread would wait for ever: it is joined only once somebody has.
-    let dialed = attach::dial(address, &ticket(), a.0, a.1, PATIENCE)?;
+    let dialed = attach::dial(address, None, &ticket(), a.0, a.1, PATIENCE)?;
     let answered = accepting.join().map_err(|_| PairError::FarEnd(kind))??;
     Ok((dialed, answered))
 }

@@ -6,8 +6,8 @@ use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use serde_json::{Value, json};
 use tonic::Status;
-use tonic::transport::Channel;
 
+use super::dial::DialedChannel;
 use crate::session::control::MAX_MESSAGE_BYTES;
 
 /// Round trips of next to nothing; their median is the latency.
@@ -54,7 +54,7 @@ impl Edge {
 ///
 /// # Errors
 /// The rank's status, or the transport's.
-pub async fn measure(channel: Channel, bandwidth: bool) -> Result<Edge, Status> {
+pub async fn measure(channel: DialedChannel, bandwidth: bool) -> Result<Edge, Status> {
     let mut client = FfnControlServiceClient::new(channel)
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
@@ -89,7 +89,7 @@ struct Call {
     answer: v1::ProbeResponse,
 }
 
-async fn call(client: &mut FfnControlServiceClient<Channel>, bytes: usize) -> Result<Call, Status> {
+async fn call(client: &mut FfnControlServiceClient<DialedChannel>, bytes: usize) -> Result<Call, Status> {
     let request = v1::ProbeRequest { payload: vec![7; bytes] };
     let (clock, begun) = (SystemTime::now(), Instant::now());
     let answer = client.probe(request).await?.into_inner();
@@ -103,7 +103,7 @@ async fn call(client: &mut FfnControlServiceClient<Channel>, bytes: usize) -> Re
 }
 
 /// The bytes of both ways over what they add to an empty call.
-async fn rate(client: &mut FfnControlServiceClient<Channel>, empty: Duration) -> Result<f64, Status> {
+async fn rate(client: &mut FfnControlServiceClient<DialedChannel>, empty: Duration) -> Result<f64, Status> {
     let mut large = Vec::with_capacity(LARGE);
     for _ in 0..LARGE {
         large.push(call(client, LARGE_BYTES).await?.took);

@@ -1,20 +1,22 @@
 //! `ffn-svc probe`: one look at a running rank from outside, also as a container's health check, and with `--json` the
 //! measure of the way to it.
+use std::path::PathBuf;
 use std::time::Duration;
 
-use afd_common::net::client::endpoint;
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use serde_json::json;
 use tokio::time::timeout;
-use tonic::transport::Channel;
+use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
+pub mod dial;
 pub mod edge;
 
+use dial::{DialedChannel, TlsOptions, Token};
 use edge::Edge;
 
 /// Options of `ffn-svc probe`.
@@ -25,6 +27,12 @@ pub struct ProbeOptions {
     /// How long to wait for all of its answers, milliseconds
     #[arg(long, value_name = "MS", default_value_t = 3000)]
     pub timeout_ms: u64,
+    /// How to get there
+    #[command(flatten)]
+    pub tls: TlsOptions,
+    /// File with the rank's join token: without it a rank that has one is asked about its health only
+    #[arg(long, value_name = "FILE")]
+    pub join_token_file: Option<PathBuf>,
     /// Measure bandwidth too, and print everything as JSON, with the point that `attention-svc plan calibrate` reads
     #[arg(long)]
     pub json: bool,
@@ -48,23 +56,38 @@ pub enum LinkName {
 /// # Errors
 /// When it is not, or does not answer in time.
 pub async fn probe(options: &ProbeOptions) -> anyhow::Result<String> {
-    let patience = Duration::from_millis(options.timeout_ms);
-    match timeout(patience, ask(options, patience)).await {
-        Ok(answer) => answer.with_context(|| options.address.clone()),
-        Err(_) => bail!("{} did not answer within {patience:?} (--timeout-ms)", options.address),
+    let (address, patience) = (&options.address, Duration::from_millis(options.timeout_ms));
+    let tls = options.tls.load()?;
+    let token = Token::read("--join-token-file", options.join_token_file.as_deref())?;
+    let asked = async {
+        let channel = dial::dial(address, tls.as_ref(), &token, patience).await;
+        ask(options, channel.map_err(|error| anyhow!("cannot connect: {error}"))?).await
+    };
+    match timeout(patience, asked).await {
+        Ok(answer) => answer.with_context(|| address.clone()),
+        Err(_) => bail!("{address} did not answer within {patience:?} (--timeout-ms)"),
     }
 }
 
-async fn ask(options: &ProbeOptions, patience: Duration) -> anyhow::Result<String> {
-    let channel = endpoint(&options.address, patience)?.connect().await.context("cannot connect")?;
+async fn ask(options: &ProbeOptions, channel: DialedChannel) -> anyhow::Result<String> {
     check_ready(channel.clone()).await?;
     let mut stages = LayerStageServiceClient::new(channel.clone());
-    let described = stages.describe(v1::DescribeRequest {}).await?.into_inner();
+    let described = match stages.describe(v1::DescribeRequest {}).await {
+        Ok(described) => described.into_inner(),
+        Err(status) if status.code() == Code::Unauthenticated && !options.json => {
+            return Ok(format!(
+                "{} is ready; it tells more to whoever has a token or certificate: {}",
+                options.address,
+                status.message()
+            ));
+        }
+        Err(status) => return Err(status.into()),
+    };
     let edge = edge::measure(channel, options.json).await?;
     Ok(if options.json { json(options, &described, &edge) } else { sentence(options, &described, &edge) })
 }
 
-async fn check_ready(channel: Channel) -> anyhow::Result<()> {
+async fn check_ready(channel: DialedChannel) -> anyhow::Result<()> {
     let asked = HealthCheckRequest { service: "ready".into() };
     let status = HealthClient::new(channel).check(asked).await.context("health")?.into_inner().status();
     if status != ServingStatus::Serving {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use afd_common::net::{add_reflection, health};
-use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_server::{InferenceService, InferenceServiceServer};
+use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
 use afd_common::telemetry::RequestId;
 use futures::{Stream, stream};
 use serde_json::Map;
@@ -107,6 +107,13 @@ impl InferenceService for Face {
             identity: Some(by.identity.clone()),
             link_kinds: by.link_kinds.iter().map(ToString::to_string).collect(),
             answered_at_us: crate::api::unix_time().as_micros() as u64,
+            protocol_major: PROTOCOL_MAJOR,
+            protocol_minor: PROTOCOL_MINOR,
+            software_version: env!("CARGO_PKG_VERSION").into(),
+            not_ready: match self.api.readiness.borrow().clone() {
+                state if state.is_ready() => String::new(),
+                state => state.reason().unwrap_or_else(|| state.word().to_owned()),
+            },
         }))
     }
 
