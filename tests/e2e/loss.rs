@@ -1,15 +1,11 @@
 //! An FFN rank holds no request state, so losing one loses nothing: the text goes on, and it is the same text.
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
-use afd_tests::monolith::Monolith;
 use afd_tests::oracle;
-use anyhow::Context;
-use tch::Kind;
 
-const MODEL: &str = "tiny-mixtral";
-const NUM_TOKENS: u32 = 400;
+use crate::story::{self, MODEL, NUM_TOKENS};
 
 /// Streams a long continuation, lets `mishap` happen after some tokens, and holds the whole text to the oracle.
 /// Returns the longest pause between two tokens and how many ranks the attention rank has lost.
@@ -19,28 +15,16 @@ where
 {
     let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ffn).attention_args(&["--hop-timeout", "2s"]);
     let mut deployment = Deployment::start(spec).await?;
-    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
-    let mut stream = deployment.stream(0, &prompt, NUM_TOKENS).await?;
-    let (mut emitted, mut pause, mut last) = (Vec::new(), Duration::ZERO, Instant::now());
     let mut mishap = Some(mishap);
-    while let Some(piece) = stream.message().await? {
-        pause = pause.max(last.elapsed());
-        last = Instant::now();
-        emitted.extend(piece.token_ids);
-        if emitted.len() >= after_tokens
-            && let Some(mishap) = mishap.take()
-        {
-            mishap(&mut deployment).await?;
-            last = Instant::now();
+    let pause = story::goes_on(&mut deployment, async |deployment, num_tokens| {
+        match mishap.take_if(|_| num_tokens >= after_tokens) {
+            Some(mishap) => mishap(deployment).await,
+            None => Ok(()),
         }
-    }
+    })
+    .await?;
     anyhow::ensure!(mishap.is_none(), "the text ended before anything happened");
-    anyhow::ensure!(emitted.len() == NUM_TOKENS as usize, "{} tokens came", emitted.len());
-    let reference = Monolith::load(&fixtures::checkpoint(MODEL), Kind::Float)?;
-    oracle::judge(&reference, &prompt, &emitted, Kind::Float)?;
-    let metrics = deployment.client().get(deployment.url(0, "/metrics")).send().await?.text().await?;
-    let losses = metrics.lines().find_map(|line| line.strip_prefix("afd_ffn_losses_total "));
-    Ok((pause, losses.context("no such metric")?.parse()?))
+    Ok((pause, deployment.metric(0, "afd_ffn_losses_total").await? as u64))
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! Attention ranks and FFN shards of one model as processes, ready when `start` returns.
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use afd_common::net::client;
@@ -12,6 +13,7 @@ use serde_json::Value;
 use tonic::transport::Channel;
 
 use super::Process;
+use super::proxy::{Network, Proxy};
 
 /// Time for a process to listen and for a deployment to be ready, debug builds on two busy cores included.
 const START_LIMIT: Duration = Duration::from_secs(60);
@@ -106,6 +108,8 @@ pub struct DeploymentSpec {
     pub env: Vec<(String, String)>,
     /// What the test shows.
     pub pass: Pass,
+    /// The networks between attention and each FFN rank, where they can go wrong.
+    pub networks: Vec<Arc<Network>>,
 }
 
 impl DeploymentSpec {
@@ -121,7 +125,14 @@ impl DeploymentSpec {
             ffn_rank_args: Vec::new(),
             env: Vec::new(),
             pass: Pass::default(),
+            networks: Vec::new(),
         }
+    }
+
+    /// With a proxy in front of every FFN rank, and TCP links: what each rank's network is told happens to what passes.
+    pub fn behind(mut self, networks: &[Arc<Network>]) -> Self {
+        self.networks = networks.to_vec();
+        self.attention_args(&["--link", "tcp"])
     }
 
     /// Computing in another dtype, on both sides.
@@ -179,6 +190,8 @@ pub struct Deployment {
     pub attention_addresses: Vec<SocketAddr>,
     /// Of the FFN ranks.
     pub ffn_addresses: Vec<SocketAddr>,
+    /// In front of the FFN ranks, where there are any.
+    proxies: Vec<Proxy>,
     client: reqwest::Client,
     folder: tempfile::TempDir,
 }
@@ -194,6 +207,7 @@ impl Deployment {
             ffn: Vec::new(),
             attention_addresses: Vec::new(),
             ffn_addresses: Vec::new(),
+            proxies: Vec::new(),
             client: spec.pass.http()?,
             folder: tempfile::tempdir()?,
             spec,
@@ -205,6 +219,9 @@ impl Deployment {
             }
             for process in &mut deployment.ffn {
                 deployment.ffn_addresses.push(process.address(START_LIMIT)?);
+            }
+            for (address, network) in deployment.ffn_addresses.iter().zip(&deployment.spec.networks) {
+                deployment.proxies.push(Proxy::start(*address, Arc::clone(network)).await?);
             }
         }
         for rank in 0..deployment.spec.attention_ranks {
@@ -247,7 +264,7 @@ impl Deployment {
         let ffn = match self.spec.ffn {
             Ffn::Local => "local".to_owned(),
             Ffn::Remote { .. } => {
-                self.ffn_addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
+                self.dialed().iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",")
             }
         };
         let mut args = vec!["serve".to_owned(), "--model".to_owned(), self.spec.model.display().to_string()];
@@ -258,6 +275,14 @@ impl Deployment {
         args.extend(self.compute_args());
         args.extend(self.spec.attention_args.iter().cloned());
         Process::start_in("attention-svc", &format!("A{rank}"), &args, &self.spec.env, self.folder.path())
+    }
+
+    /// Where attention ranks dial the FFN ranks.
+    pub fn dialed(&self) -> Vec<SocketAddr> {
+        match self.proxies.as_slice() {
+            [] => self.ffn_addresses.clone(),
+            proxies => proxies.iter().map(Proxy::address).collect(),
+        }
     }
 
     fn compute_args(&self) -> [String; 4] {
@@ -317,6 +342,48 @@ impl Deployment {
         Ok(InferenceServiceClient::new(self.spec.pass.grpc(self.attention_addresses[rank]).await?))
     }
 
+    /// A number that an attention rank shows under `/metrics`.
+    ///
+    /// # Errors
+    /// When there is none of this name (with its labels).
+    pub async fn metric(&self, rank: usize, name: &str) -> anyhow::Result<f64> {
+        metric(&self.client, &self.url(rank, "/metrics"), name).await
+    }
+
+    /// The same of an FFN rank.
+    ///
+    /// # Errors
+    /// As above.
+    pub async fn ffn_metric(&self, rank: usize, name: &str) -> anyhow::Result<f64> {
+        metric(&self.client, &format!("http://{}/metrics", self.ffn_addresses[rank]), name).await
+    }
+
+    /// FFN ranks that an attention rank uses, as indices.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub async fn in_use(&self, rank: usize) -> anyhow::Result<Vec<usize>> {
+        let info = self.grpc(rank).await?.get_model_info(v1::GetModelInfoRequest {}).await?.into_inner();
+        let dialed = self.dialed();
+        let at = |peer: v1::FfnPeer| dialed.iter().position(|address| address.to_string() == peer.address);
+        Ok(info.ffn_peers.into_iter().filter_map(at).collect())
+    }
+
+    /// Waits until an attention rank uses so many FFN ranks.
+    ///
+    /// # Errors
+    /// When it does not within `limit`.
+    pub async fn wait_in_use(&self, rank: usize, count: usize, limit: Duration) -> anyhow::Result<()> {
+        let deadline = std::time::Instant::now() + limit;
+        while self.in_use(rank).await?.len() != count {
+            if std::time::Instant::now() >= deadline {
+                bail!("A{rank} does not use {count} FFN ranks:\n{}", self.attention[rank].log());
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    }
+
     /// Greedy continuation of token ids on an attention rank, past the model's end tokens, as it comes.
     ///
     /// # Errors
@@ -352,4 +419,10 @@ impl Deployment {
         }
         Ok(ids)
     }
+}
+
+async fn metric(client: &reqwest::Client, url: &str, name: &str) -> anyhow::Result<f64> {
+    let text = client.get(url).send().await?.text().await?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    value.with_context(|| format!("{url} shows no {name}"))
 }

@@ -2,7 +2,9 @@
 mod certificates;
 mod deployment;
 mod process;
+mod proxy;
 
 pub use certificates::Authority;
 pub use deployment::{Deployment, DeploymentSpec, Ffn, Pass};
 pub use process::{Process, output, run};
+pub use proxy::{Harm, Network, Way};

@@ -1,0 +1,147 @@
+//! The network between the roles goes wrong: frames are damaged, doubled, cut short and late, and nothing gets through one
+//! way or both. Through a proxy on real TCP; the text goes on, and it is the same text.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Harm, Network, Way};
+use anyhow::ensure;
+
+use crate::story::{self, MODEL};
+
+const HOP_TIMEOUT: Duration = Duration::from_secs(1);
+
+async fn behind(networks: &[Arc<Network>]) -> anyhow::Result<Deployment> {
+    let ffn = Ffn::Remote { shards: 1, replicas: networks.len() as u32 };
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ffn)
+        .attention_args(&["--hop-timeout", &format!("{}ms", HOP_TIMEOUT.as_millis())])
+        // Slow enough that what is read is what is being computed.
+        .ffn_args(&["--lease-ms", "1500", "--inject-delay", "1ms"])
+        .behind(networks);
+    let deployment = Deployment::start(spec).await?;
+    deployment.wait_in_use(0, networks.len(), Duration::from_secs(30)).await?;
+    Ok(deployment)
+}
+
+/// Every harm once in each direction, one after the other, in the middle of one text.
+async fn every_harm(replicas: usize) -> anyhow::Result<()> {
+    // Whichever rank is in use: they share one network.
+    let network = Arc::new(Network::default());
+    let mut deployment = behind(&vec![Arc::clone(&network); replicas]).await?;
+    let late = HOP_TIMEOUT + Duration::from_millis(500);
+    let harms = [Harm::FlipHeader, Harm::FlipBody, Harm::Duplicate, Harm::Truncate, Harm::Delay(late)];
+    let mut harms: Vec<_> =
+        harms.into_iter().flat_map(|harm| [(Way::ToFfn, harm), (Way::ToAttention, harm)]).collect();
+    let planned = harms.len();
+    let pause = story::goes_on(&mut deployment, async |_, num_tokens| {
+        if num_tokens % 30 == 29
+            && let Some((way, harm)) = harms.pop()
+        {
+            tokio::time::timeout(Duration::from_secs(20), network.harm(way, harm)).await?;
+        }
+        Ok(())
+    })
+    .await?;
+    ensure!(harms.is_empty(), "the text ended before {harms:?}");
+    let losses = deployment.metric(0, "afd_ffn_losses_total").await?;
+    println!(
+        "{planned} frames harmed, {replicas} ranks: {losses} losses, longest pause {} ms",
+        pause.as_millis()
+    );
+    // A doubled frame may be dropped; every other harm costs a link.
+    ensure!(losses >= planned as f64 - 2.0, "{losses} losses of {planned} harms");
+    Ok(())
+}
+
+#[tokio::test]
+async fn damaged_doubled_truncated_and_late_frames_cost_a_link_and_no_token() -> anyhow::Result<()> {
+    every_harm(1).await
+}
+
+#[tokio::test]
+async fn and_neither_do_they_with_a_replica() -> anyhow::Result<()> {
+    every_harm(2).await
+}
+
+/// What is late but not too late is no loss.
+#[tokio::test]
+async fn a_slow_network_is_not_a_lost_rank() -> anyhow::Result<()> {
+    let network = Arc::new(Network::default());
+    let mut deployment = behind(&[Arc::clone(&network)]).await?;
+    story::goes_on(&mut deployment, async |_, num_tokens| {
+        if num_tokens % 100 == 50 {
+            let way = if num_tokens % 200 == 50 { Way::ToFfn } else { Way::ToAttention };
+            let delay = Harm::Delay(HOP_TIMEOUT / 4);
+            tokio::time::timeout(Duration::from_secs(20), network.harm(way, delay)).await?;
+        }
+        Ok(())
+    })
+    .await?;
+    let losses = deployment.metric(0, "afd_ffn_losses_total").await?;
+    ensure!(losses == 0.0, "{losses} ranks were given up");
+    Ok(())
+}
+
+const CUTS: [&[Way]; 3] = [&[Way::ToFfn, Way::ToAttention], &[Way::ToFfn], &[Way::ToAttention]];
+
+#[tokio::test]
+async fn a_network_cut_both_ways_or_one_way_is_survived_with_a_replica() -> anyhow::Result<()> {
+    let networks = [Arc::new(Network::default()), Arc::new(Network::default())];
+    let mut deployment = behind(&networks).await?;
+    for ways in CUTS {
+        let before = deployment.metric(0, "afd_ffn_losses_total").await?;
+        let mut cut = None;
+        let pause = story::goes_on(&mut deployment, async |deployment, num_tokens| {
+            if num_tokens >= 40 && cut.is_none() {
+                let active = active(deployment).await?;
+                networks[active].cut(ways);
+                cut = Some(active);
+            }
+            Ok(())
+        })
+        .await?;
+        let losses = deployment.metric(0, "afd_ffn_losses_total").await? - before;
+        println!("{cut:?} cut off, {ways:?}: {losses} losses, longest pause {} ms", pause.as_millis());
+        ensure!(losses >= 1.0, "{losses} losses");
+        // What it still has to say is of an old epoch, and harms nobody.
+        networks.iter().for_each(|network| network.heal());
+        deployment.wait_in_use(0, 2, Duration::from_secs(30)).await?;
+    }
+    Ok(())
+}
+
+/// The FFN rank that rows go to: the first that serves another hop.
+async fn active(deployment: &Deployment) -> anyhow::Result<usize> {
+    let hops = async |rank| deployment.ffn_metric(rank, "afd_ffn_batch_hops_count").await;
+    let before = [hops(0).await?, hops(1).await?];
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < deadline {
+        for (rank, before) in before.iter().enumerate() {
+            if hops(rank).await? > *before {
+                return Ok(rank);
+            }
+        }
+    }
+    anyhow::bail!("no FFN rank serves a hop")
+}
+
+#[tokio::test]
+async fn a_network_cut_both_ways_or_one_way_is_survived_once_it_heals() -> anyhow::Result<()> {
+    let network = Arc::new(Network::default());
+    let mut deployment = behind(&[Arc::clone(&network)]).await?;
+    let mut cuts = CUTS.to_vec();
+    story::goes_on(&mut deployment, async |_, num_tokens| {
+        if num_tokens % 100 == 50
+            && let Some(ways) = cuts.pop()
+        {
+            network.cut(ways);
+            tokio::time::sleep(HOP_TIMEOUT + Duration::from_millis(500)).await;
+            network.heal();
+        }
+        Ok(())
+    })
+    .await?;
+    let losses = deployment.metric(0, "afd_ffn_losses_total").await?;
+    ensure!(cuts.is_empty() && losses >= 1.0, "{losses} losses, {cuts:?} are left");
+    Ok(())
+}
