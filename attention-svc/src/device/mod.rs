@@ -16,6 +16,8 @@ mod decoder;
 mod inputs;
 mod local_ffn;
 mod stream_ffn;
+#[cfg(test)]
+mod tests;
 
 pub use capture_sizes::{CaptureSizes, MAX_CAPTURE_SIZE};
 pub use decoder::{Decoder, GraphSettings};

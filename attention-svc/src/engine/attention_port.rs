@@ -64,8 +64,18 @@ pub trait AttentionPort: Send {
         input_ids: &[u32],
     ) -> Result<SideTensors, AttentionError>;
 
+    /// Whether it ever has anything to make ready.
+    fn warms_up(&self) -> bool {
+        false
+    }
+
+    /// Whether there is nothing for [`warm_up`](Self::warm_up) to do.
+    fn is_warm(&self, _ffn: &mut dyn FfnPort) -> bool {
+        true
+    }
+
     /// Makes whole decode steps ready where they can run on the device alone, by running steps from `first` on that are all
-    /// padding. Returns how many it ran: none when there is nothing to do.
+    /// padding. Returns how many it ran.
     ///
     /// # Errors
     /// [`FfnLoss`]; to be tried again once the FFN can be used.

@@ -103,13 +103,21 @@ impl AttentionPort for CachedAttention {
         }
     }
 
+    fn warms_up(&self) -> bool {
+        self.decoder.is_some()
+    }
+
+    fn is_warm(&self, ffn: &mut dyn FfnPort) -> bool {
+        match (&self.decoder, ffn.stream()) {
+            (Some(decoder), Some(ffn)) => decoder.is_warm(ffn),
+            _ => true,
+        }
+    }
+
     fn warm_up(&mut self, ffn: &mut dyn FfnPort, first: StepId) -> Result<u64, FfnLoss> {
         let (Some(gpu), Some(decoder), Some(ffn)) = (&self.gpu, &mut self.decoder, ffn.stream()) else {
             return Ok(0);
         };
-        if decoder.is_warm(ffn) {
-            return Ok(0);
-        }
         let begun = Instant::now();
         let steps = decoder.warm_up(gpu.stream(), ffn, first)?;
         let took_ms = begun.elapsed().as_millis() as u64;

@@ -20,6 +20,8 @@ pub(super) enum Command {
 /// How the engine is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EngineState {
+    /// Takes requests, and makes its steps ready before it runs any.
+    Warming,
     /// Takes requests.
     Running,
     /// Takes none; finishes what it has until then.
@@ -94,7 +96,7 @@ impl EngineHandle {
     /// prompt is empty. Nothing was queued then.
     pub fn submit(&self, request: SequenceRequest) -> Result<SequenceId, SequenceError> {
         match &*self.shared.state.borrow() {
-            EngineState::Running => {}
+            EngineState::Warming | EngineState::Running => {}
             EngineState::Draining { .. } | EngineState::Stopped => return Err(SequenceError::ShuttingDown),
             EngineState::Died { reason } => return Err(SequenceError::Internal(reason.clone())),
         }
@@ -119,9 +121,10 @@ impl EngineHandle {
     /// ends the engine's thread. A second call may move the deadline.
     pub fn drain(&self, deadline: Instant) {
         self.shared.state.send_if_modified(|state| {
-            let drains = matches!(state, EngineState::Running | EngineState::Draining { .. });
+            use EngineState::{Draining, Running, Warming};
+            let drains = matches!(state, Warming | Running | Draining { .. });
             if drains {
-                *state = EngineState::Draining { deadline };
+                *state = Draining { deadline };
             }
             drains
         });

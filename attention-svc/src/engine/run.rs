@@ -149,12 +149,28 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
+    fn change_state(&self, from: &EngineState, to: EngineState) {
+        self.state.send_if_modified(|state| {
+            let changes = state == from;
+            if changes {
+                *state = to;
+            }
+            changes
+        });
+    }
+
     /// Makes whole decode steps ready on the device. Whether that is done, or there is nothing to do.
     fn warm_up(&mut self) -> Result<bool, EngineDeath> {
+        if self.attention.is_warm(&mut *self.ffn) {
+            self.change_state(&EngineState::Warming, EngineState::Running);
+            return Ok(true);
+        }
+        self.change_state(&EngineState::Running, EngineState::Warming);
         let first = StepId(self.last_step.0 + 1);
         match self.attention.warm_up(&mut *self.ffn, first) {
             Ok(steps) => {
                 self.last_step = StepId(self.last_step.0 + steps);
+                self.change_state(&EngineState::Warming, EngineState::Running);
                 Ok(true)
             }
             Err(FfnLoss::Fatal { what }) => Err(EngineDeath(what)),

@@ -44,7 +44,11 @@ pub fn spawn<A: AttentionPort + 'static>(
     metrics: Arc<EngineMetrics>,
 ) -> Result<(EngineHandle, JoinHandle<Result<(), EngineDeath>>), EngineStartError> {
     config.check()?;
-    let state = Arc::new(watch::Sender::new(EngineState::Running));
+    let state = Arc::new(watch::Sender::new(if attention.warms_up() {
+        EngineState::Warming
+    } else {
+        EngineState::Running
+    }));
     let (handle, commands) =
         EngineHandle::new(&config, bell.clone(), Arc::clone(&state), Arc::clone(&metrics));
     let engine = Engine::new(config, attention, ffn, commands, bell, state, metrics);

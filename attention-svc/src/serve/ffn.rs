@@ -2,12 +2,12 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use afd_common::config::device::DeviceChoice;
 use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::routing::Routing;
 use afd_common::telemetry::Metrics;
+use ffn_svc::device::DeviceModel;
 use ffn_svc::engine::{EngineHandle as FfnEngine, EngineMetrics as FfnEngineMetrics, EngineOptions};
 use ffn_svc::model::FfnModel;
 use tokio_util::sync::CancellationToken;
@@ -59,14 +59,17 @@ pub(super) async fn open(
     let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
     let credits = config.capacity.stages.max_stages as u32;
     match &config.ffn.target {
-        FfnTarget::Local if config.model.device != DeviceChoice::Cpu => {
+        FfnTarget::Local if let Some(device) = &loaded.device => {
             if loaded.experts.routing == Routing::Balanced {
                 return Err(ServeError::LocalFfn(
                     "--routing balanced needs an FFN engine: --device cpu, or FFN ranks".into(),
                 ));
             }
-            let model = local_model(loaded)?;
-            Ok((connect::on_thread(Box::new(LocalFfn::new(model))), Running::OnDevice))
+            let gate = loaded.experts.gate;
+            let model = DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(device))
+                .map_err(|error| ServeError::LocalFfn(error.to_string()))?;
+            let port = LocalFfn::new(device, model)?;
+            Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
         }
         FfnTarget::Local => {
             let engine = local_engine(loaded, max_rows)?;

@@ -17,6 +17,7 @@ use crate::device::Gpu;
 use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};
 use crate::text::{Text, TokenizerFile};
+use afd_gpu::Device;
 
 /// A loaded model.
 pub(super) struct Loaded {
@@ -28,6 +29,8 @@ pub(super) struct Loaded {
     pub(super) identity: v1::ModelIdentity,
     pub(super) experts: ExpertRules,
     pub(super) weights: Weights,
+    /// The GPU, when there is one.
+    pub(super) device: Option<Device>,
     kv: KvPlan,
 }
 
@@ -98,10 +101,12 @@ pub(super) fn load(
         );
     }
     let attention = CachedAttention::new(attention, cache)?;
+    let device = gpu.as_ref().map(|gpu| gpu.device().clone());
     let attention = match gpu {
         None => attention,
         Some(gpu) => attention.on(gpu, capacity.graphs.clone())?,
     };
+<<<<<<< HEAD
     Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, kv })
 }
 
@@ -117,6 +122,9 @@ fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<
     }
     let placement = ffn.placement.as_ref().map(read).transpose()?;
     Ok(ExpertRules { gate: ffn.gate, routing: ffn.routing, placement })
+=======
+    Ok(Loaded { attention, config, rows, text, served, identity, weights, device, kv })
+>>>>>>> b31a682 (MLA decode: as many blocks as tiles, so that no part is read that nobody wrote; engine is ready once its steps are warm; GPU tests and a serving benchmark)
 }
 
 fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Result<Weights, ServeError> {

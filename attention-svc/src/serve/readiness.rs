@@ -17,8 +17,11 @@ pub(super) fn follow(
     tokio::spawn(async move {
         loop {
             let now = match (&*state.borrow_and_update(), *ffn_ready.borrow_and_update()) {
+                (EngineState::Warming, true) => {
+                    Readiness::Waiting(Reason::from("decode steps are being made ready"))
+                }
                 (EngineState::Running, true) => Readiness::Ready,
-                (EngineState::Running, false) => Readiness::Waiting(missing.clone()),
+                (EngineState::Warming | EngineState::Running, false) => Readiness::Waiting(missing.clone()),
                 (EngineState::Draining { .. } | EngineState::Stopped, _) => Readiness::Draining,
                 (EngineState::Died { reason }, _) => Readiness::Dead(reason.clone()),
             };

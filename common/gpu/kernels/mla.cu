@@ -25,6 +25,9 @@
 #define PARTS 4         // of the inner dimension in the scores
 #define K_STEPS (WIDTH / PARTS / 16)
 
+// Blocks that share `total` tiles: no more than there are tiles, so that each has one and leaves a part.
+DEVICE int sharers(long long total, int blocks) { return total < blocks ? (int)total : blocks; }
+
 // The plan from the lengths, once a step for all layers. One block of 1024 threads; batch and blocks at most 1024.
 KERNEL void mla_plan(const int* seq_lens, int4* plan, int batch, int blocks) {
     __shared__ int sums[32];
@@ -52,11 +55,12 @@ KERNEL void mla_plan(const int* seq_lens, int4* plan, int batch, int blocks) {
     const int begin = end - own;
     if (i < batch) plan[blocks + i] = make_int4(begin, end, len, 0);
     // Whoever holds a block's first tile writes that block's entry; blocks without tiles are written by their own thread.
-    if (i < blocks && total * i / blocks == total * (i + 1) / blocks) plan[i] = make_int4(0, 0, 0, 0);
+    const int used = sharers(total, blocks);
+    if (i < blocks && i >= used) plan[i] = make_int4(0, 0, 0, 0);
     if (own) {
-        int c = (int)((begin * (long long)blocks + total - 1) / total); // the first whose share begins here or later
-        for (; c < blocks; ++c) {
-            const int first = (int)(total * c / blocks), last = (int)(total * (c + 1) / blocks);
+        int c = (int)((begin * (long long)used + total - 1) / total); // the first whose share begins here or later
+        for (; c < used; ++c) {
+            const int first = (int)(total * c / used), last = (int)(total * (c + 1) / used);
             if (first >= end) break;
             if (first >= begin && first < last) plan[c] = make_int4(first, last, i, 0);
         }
@@ -283,18 +287,21 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
 }
 
 // out [batch, 16, LATENT] bf16 from the parts, whose `blocks` blocks shared the tiles. Sequences of length 0 get zeros.
-// grid (batch, 4), 256 threads: 4 heads a block, 2 warps a head, 8 columns a thread.
-KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch,
-                        int blocks) {
+// Four groups of 64 threads of 8 columns each: GROUPS of them share the parts of a head. grid (batch, 4 * GROUPS)
+template <int GROUPS>
+DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks) {
+    __shared__ float sums[GROUPS > 1 ? GROUPS - 1 : 1][LATENT];
     let_next_start();
     wait_for_previous();
-    const int sequence = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 64, column = threadIdx.x % 64 * 8, lane = threadIdx.x % 32;
+    const int sequence = blockIdx.x, head = GROUPS == 1 ? blockIdx.y * 4 + threadIdx.x / 64 : blockIdx.y;
+    const int group = GROUPS == 1 ? 0 : threadIdx.x / 64, column = threadIdx.x % 64 * 8, lane = threadIdx.x % 32;
     const int4 own = plan[blocks + sequence];
     const long long total = plan[blocks + batch - 1].y;
     float sum[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, weight_sum = 0.f, top = NEG_BIG;
     if (own.x < own.y) {
-        // Block c has the tiles from total * c / blocks.
-        const int first = (int)(((own.x + 1ll) * blocks - 1) / total), last = (int)((own.y * (long long)blocks - 1) / total);
+        // Block c has the tiles from total * c / used.
+        const int used = sharers(total, blocks);
+        const int first = (int)(((own.x + 1ll) * used - 1) / total), last = (int)((own.y * (long long)used - 1) / total);
         // 32 parts at a time, a lane each; of what comes before, sums relative to `top` are carried.
         for (int c0 = first; c0 <= last; c0 += 32) {
             const int count = min(32, last - c0 + 1);
@@ -310,19 +317,23 @@ KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum[j] *= shrink;
             const float weight = exp2_fast(ms.x - now);
-#pragma unroll 4
-            for (int c = 0; c < count; ++c) {
+#pragma unroll
+            for (int k = 0; k < 32 / GROUPS; ++k) {
+                const int c = k * GROUPS + group;
+                if (GROUPS == 1 && c >= count) break;
                 const float w = __shfl_sync(~0u, weight, c);
-                const float4* row = (const float4*)(part_out + ((size_t)(c0 + c + sequence) * HEADS + head) * LATENT + column);
-                const float4 a = row[0], b = row[1];
-                sum[0] += w * a.x;
-                sum[1] += w * a.y;
-                sum[2] += w * a.z;
-                sum[3] += w * a.w;
-                sum[4] += w * b.x;
-                sum[5] += w * b.y;
-                sum[6] += w * b.z;
-                sum[7] += w * b.w;
+                if (c < count) {
+                    const float4* row = (const float4*)(part_out + ((size_t)(c0 + c + sequence) * HEADS + head) * LATENT + column);
+                    const float4 a = row[0], b = row[1];
+                    sum[0] += w * a.x;
+                    sum[1] += w * a.y;
+                    sum[2] += w * a.z;
+                    sum[3] += w * a.w;
+                    sum[4] += w * b.x;
+                    sum[5] += w * b.y;
+                    sum[6] += w * b.z;
+                    sum[7] += w * b.w;
+                }
             }
             float share = weight * ms.y;
 #pragma unroll
@@ -330,8 +341,30 @@ KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const
             weight_sum += share;
         }
     }
+    if (GROUPS > 1) {
+        if (group) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums[group - 1][column + j] = sum[j];
+        }
+        __syncthreads();
+        if (group) return;
+#pragma unroll
+        for (int g = 0; g < GROUPS - 1; ++g)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum[j] += sums[g][column + j];
+    }
     const float f = weight_sum > 0.f ? 1.f / weight_sum : 0.f;
     *(uint4*)(out + ((size_t)sequence * HEADS + head) * LATENT + column) =
         make_uint4(bf16_pair(sum[0] * f, sum[1] * f), bf16_pair(sum[2] * f, sum[3] * f),
                    bf16_pair(sum[4] * f, sum[5] * f), bf16_pair(sum[6] * f, sum[7] * f));
+}
+
+// For many sequences, of few parts each: a block has four heads. grid (batch, 4), 256 threads
+KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks) {
+    combine_parts<1>(part_out, part_max_sum, plan, out, batch, blocks);
+}
+
+// For few sequences, of many parts each: a block has one head. grid (batch, 16), 256 threads
+KERNEL void mla_combine_few(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks) {
+    combine_parts<4>(part_out, part_max_sum, plan, out, batch, blocks);
 }

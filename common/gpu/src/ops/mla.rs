@@ -34,6 +34,7 @@ pub struct Mla {
     plan: Kernel,
     decode: Kernel,
     combine: Kernel,
+    combine_few: Kernel,
     shares: Region,
     part_out: Region,
     part_max_sum: Region,
@@ -43,6 +44,8 @@ const HEADS: usize = 16;
 const WARPS: u32 = 16;
 const TILE: usize = 32;
 const STAGES: usize = 5;
+/// Up to so many sequences, each is spread over many blocks.
+const FEW: usize = 16;
 
 impl Mla {
     /// Compiles for `shape` and up to `max_batch` sequences.
@@ -88,6 +91,7 @@ impl Mla {
             plan: module.kernel("mla_plan", 0)?,
             decode: module.kernel("mla_decode", ring)?,
             combine: module.kernel("mla_combine", 0)?,
+            combine_few: module.kernel("mla_combine_few", 0)?,
             shares: Region::zeroed(device, parts * 16)?,
             part_out: Region::alloc(device, parts * HEADS * shape.latent * 4)?,
             part_max_sum: Region::alloc(device, parts * HEADS * 8)?,
@@ -135,12 +139,24 @@ impl Mla {
         let launch = launch.f32(scale * std::f32::consts::LOG2_E).u32(u32::from(early));
         // SAFETY: mla_decode's arguments; sizes were checked or chosen in `new`; block ids are the caller's.
         unsafe { launch.enqueue(stream)? };
-        let launch = Launch::new(&self.combine, (step.batch as u32, 4), 256).overlap(true);
+        let (combine, heads) =
+            if step.batch <= FEW { (&self.combine_few, HEADS) } else { (&self.combine, HEADS / 4) };
+        let launch = Launch::new(combine, (step.batch as u32, heads as u32), 256).overlap(true);
         let launch =
             launch.region(&self.part_out).region(&self.part_max_sum).region(&self.shares).region(out);
         let launch = launch.size(step.batch)?.u32(self.blocks);
-        // SAFETY: mla_combine's arguments; sizes were checked or chosen in `new`.
+        // SAFETY: mla_combine's and mla_combine_few's arguments; sizes were checked or chosen in `new`.
         unsafe { launch.enqueue(stream) }
+    }
+
+    /// Makes what steps leave behind unusable, for the check that none reads it.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    #[doc(hidden)]
+    pub fn spoil(&self) -> Result<(), GpuError> {
+        self.part_out.fill(0xff)?;
+        self.part_max_sum.fill(0xff)
     }
 
     fn check(&self, step: &MlaStep) -> Result<(), GpuError> {

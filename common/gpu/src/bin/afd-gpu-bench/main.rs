@@ -10,6 +10,7 @@ use afd_gpu::Device;
 
 mod contract;
 mod hops;
+mod layer;
 mod loss;
 mod machine;
 mod mla;
@@ -22,7 +23,7 @@ mod timing;
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 const USAGE: &str =
-    "afd-gpu-bench [--out DIR] (machine | rows | moe | mla | contract | hops | loss | tune | profile)...";
+    "afd-gpu-bench [--out DIR] (machine | rows | layer | moe | mla | contract | hops | loss | tune | profile)...";
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1).peekable();
@@ -79,6 +80,7 @@ fn run(section: &str) -> Result<String> {
     match section {
         "machine" => machine::run(&device),
         "rows" => rows::run(&device),
+        "layer" => layer::run(&device),
         "moe" => moe::run(&device),
         "mla" => mla::run(&device),
         "profile" => moe::profile(&device).and_then(|_| mla::profile(&device)),

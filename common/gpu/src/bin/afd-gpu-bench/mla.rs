@@ -176,6 +176,7 @@ fn check(device: &Device) -> Result<String> {
         random.fill(&stream, &query, 400 + i as u64, 2.0)?;
         out.fill(0xff)?;
         let scale = 0.1;
+        mla.spoil()?;
         mla.plan(&stream, &batch.step)?;
         mla.decode(&stream, &batch.step, &query, &cache, scale, &out, false)?;
         stream.synchronize()?;
