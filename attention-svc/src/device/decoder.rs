@@ -146,7 +146,7 @@ impl Decoder {
             for run in runs {
                 let step = StepId(first.0 + steps);
                 steps += 1;
-                self.run(stream, ffn, step, key, *run).map_err(FfnLoss::from)?;
+                self.run(stream, ffn, step, (key, *run), &mut || {}).map_err(FfnLoss::from)?;
             }
         }
         self.generation = Some(generation);
@@ -190,7 +190,8 @@ impl Decoder {
         if fits { Ok(vec![padded; stages.len()]) } else { Err(EagerReason::Shape) }
     }
 
-    /// Runs a step for which there is a [`key`](Self::key). The outputs are good until the next one.
+    /// Runs a step for which there is a [`key`](Self::key). The outputs are good until the next one. `meanwhile` is called once
+    /// the device is busy.
     ///
     /// # Errors
     /// [`FfnLoss`]: nothing of the step may be used.
@@ -199,8 +200,8 @@ impl Decoder {
         stream: &Stream,
         ffn: &mut dyn StreamFfn,
         step: StepId,
-        key: &[usize],
-        stages: &[&StageBatch],
+        (key, stages): (&[usize], &[&StageBatch]),
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<StageOutput>, FfnLoss> {
         let upload = |(stage, (batch, &padded)): (&mut Stage, (&&StageBatch, &usize))| {
             stage.rows.inputs.upload(stream, batch, padded)
@@ -208,7 +209,7 @@ impl Decoder {
         let uploads = self.stages.iter_mut().zip(stages.iter().zip(key)).try_for_each(upload);
         uploads.map_err(|error| FfnLoss::from(Failure::from(error)))?;
         let run = if self.graphs.contains_key(key) { StepRun::Replay } else { StepRun::Eager };
-        let chosen = self.run(stream, ffn, step, key, run).map_err(FfnLoss::from)?;
+        let chosen = self.run(stream, ffn, step, (key, run), meanwhile).map_err(FfnLoss::from)?;
         let outputs = self.stages.iter().zip(stages).zip(chosen);
         let output = |((stage, batch), best): ((&Stage, &&StageBatch), Vec<u32>)| {
             let rows = batch.input_ids.len();
@@ -225,8 +226,8 @@ impl Decoder {
         stream: &Stream,
         ffn: &mut dyn StreamFfn,
         step: StepId,
-        key: &[usize],
-        run: StepRun,
+        (key, run): (&[usize], StepRun),
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<Vec<u32>>, Failure> {
         if matches!(run, StepRun::Warmup | StepRun::Capture) {
             for (stage, &padded) in self.stages.iter_mut().zip(key) {
@@ -258,6 +259,7 @@ impl Decoder {
         for (index, &padded) in stages() {
             self.stages[index].rows.fetch(stream, padded)?;
         }
+        meanwhile();
         let mut chosen = Vec::with_capacity(key.len());
         for (index, &padded) in stages() {
             let words = &mut self.stages[index].rows.chosen;

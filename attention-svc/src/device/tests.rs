@@ -95,12 +95,17 @@ fn agree(config: &str) {
             upto.for_each(|(i, &len)| rows(i, len + step - 1, len + step, &mut batch));
             let wanted = eager(&model, &mut by_torch, &batch);
             let key = decoder.key(&ffn, &[&batch]).unwrap();
-            let found = decoder.decode(gpu.stream(), &mut ffn, StepId(100), &key, &[&batch]).unwrap();
+            let found =
+                decoder.decode(gpu.stream(), &mut ffn, StepId(100), (&key, &[&batch]), &mut || {}).unwrap();
             close(&found[0].x, &wanted, &format!("step {step}, {sequences} sequences, kernels"));
             // The last token of the prompts once more: alone it must come to the same as with all before it.
             if step == 0 {
                 let prompt = last.narrow(0, 0, sequences as i64);
-                close(&wanted, &prompt, &format!("{sequences} sequences, libtorch's decode against the prompt"));
+                close(
+                    &wanted,
+                    &prompt,
+                    &format!("{sequences} sequences, libtorch's decode against the prompt"),
+                );
             }
         }
     }

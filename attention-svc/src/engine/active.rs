@@ -1,10 +1,27 @@
 //! What the engine's thread keeps of a sequence, besides what the scheduler knows.
 use std::time::Instant;
 
+use tokio::sync::mpsc;
+
 use super::handle::Queued;
 use super::trace::SequenceSpans;
 use crate::request::{SequenceEvent, SequenceRequest, TokenLogprobs};
 use crate::sampler::SequenceSampler;
+
+/// Events on their way to the API, in order. Waking whoever waits for one costs more than choosing a token: it is done while
+/// the device works on the next step.
+#[derive(Default)]
+pub(super) struct News(Vec<(mpsc::UnboundedSender<SequenceEvent>, SequenceEvent)>);
+
+impl News {
+    /// Hands everything over.
+    pub(super) fn deliver(&mut self) {
+        for (events, event) in self.0.drain(..) {
+            // A caller that is gone needs none.
+            let _ = events.send(event);
+        }
+    }
+}
 
 pub(super) struct Active {
     pub(super) request: SequenceRequest,
@@ -41,9 +58,9 @@ impl Active {
         self.queued = None;
     }
 
-    /// Tells the API. A receiver that is gone is noticed before the next step.
-    pub(super) fn tell(&self, event: SequenceEvent) {
-        let _ = self.request.events.send(event);
+    /// Tells the API, when `news` is delivered. A receiver that is gone is noticed before the next step.
+    pub(super) fn tell(&self, news: &mut News, event: SequenceEvent) {
+        news.0.push((self.request.events.clone(), event));
     }
 
     pub(super) fn is_abandoned(&self) -> bool {
@@ -58,10 +75,10 @@ impl Active {
     }
 
     /// The prompt is computed: tells its log probabilities, once.
-    pub(super) fn tell_prompt_logprobs(&mut self) {
+    pub(super) fn tell_prompt_logprobs(&mut self, news: &mut News) {
         if !self.prompt_logprobs.is_empty() {
             let logprobs = std::mem::take(&mut self.prompt_logprobs);
-            self.tell(SequenceEvent::PromptLogprobs(logprobs));
+            self.tell(news, SequenceEvent::PromptLogprobs(logprobs));
         }
     }
 }

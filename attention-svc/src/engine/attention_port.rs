@@ -83,7 +83,8 @@ pub trait AttentionPort: Send {
         Ok(0)
     }
 
-    /// Runs a whole decode step on the device, the FFN included, if it can. Nothing was done otherwise.
+    /// Runs a whole decode step on the device, the FFN included, if it can. Nothing was done otherwise. `meanwhile` is called
+    /// once the device is busy with it.
     ///
     /// # Errors
     /// [`FfnLoss`]: the step is lost.
@@ -92,6 +93,7 @@ pub trait AttentionPort: Send {
         _ffn: &mut dyn FfnPort,
         _plan: &StepOutline,
         _stages: &[&StageBatch],
+        _meanwhile: &mut dyn FnMut(),
     ) -> Result<DecodeRun, FfnLoss> {
         Ok(DecodeRun::Unknown)
     }

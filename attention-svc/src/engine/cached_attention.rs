@@ -130,6 +130,7 @@ impl AttentionPort for CachedAttention {
         ffn: &mut dyn FfnPort,
         plan: &StepOutline,
         stages: &[&StageBatch],
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<DecodeRun, FfnLoss> {
         let (Some(gpu), Some(decoder)) = (&self.gpu, &mut self.decoder) else {
             return Ok(DecodeRun::Unknown);
@@ -138,7 +139,7 @@ impl AttentionPort for CachedAttention {
         match decoder.key(ffn, stages) {
             Err(reason) => Ok(DecodeRun::Eager(reason)),
             Ok(key) => {
-                let outputs = decoder.decode(gpu.stream(), ffn, plan.step, &key, stages)?;
+                let outputs = decoder.decode(gpu.stream(), ffn, plan.step, (&key, stages), meanwhile)?;
                 Ok(DecodeRun::Done { outputs, replayed: decoder.captures() })
             }
         }

@@ -1,6 +1,7 @@
 //! The end of a step: logits of the rows that are wanted, a token for each sequence that gets one, commit, tell.
+use super::active::{Active, News};
 use super::run::Engine;
-use super::{AttentionPort, StageOutput, active::Active};
+use super::{AttentionPort, StageOutput};
 use crate::request::{ChosenToken, SequenceError, SequenceEvent};
 use crate::sampler::{SampleError, Sampled, Scratch, logprobs};
 use crate::scheduler::{LogitRows, Stage, StepItem};
@@ -63,7 +64,7 @@ impl<A: AttentionPort> Engine<A> {
                 if matches!(entry, Some(Err(_))) {
                     continue;
                 }
-                match use_row(active, &wanted.purpose, row, &mut self.scratch) {
+                match use_row(active, &wanted.purpose, row, &mut self.scratch, &mut self.news) {
                     Ok(None) => {}
                     Ok(Some(token)) => *entry = Some(Ok(token)),
                     Err(error) => {
@@ -86,7 +87,7 @@ impl<A: AttentionPort> Engine<A> {
         if token == u32::MAX || active.request.logprobs.is_some() || !active.sampler.takes_best() {
             return false;
         }
-        tell_token(active, ChosenToken { id: token, logprobs: None });
+        tell_token(active, &mut self.news, ChosenToken { id: token, logprobs: None });
         chosen[wanted.item] = Some(Ok(token));
         true
     }
@@ -128,6 +129,7 @@ fn use_row(
     purpose: &Purpose,
     row: &[f32],
     scratch: &mut Scratch,
+    news: &mut News,
 ) -> Result<Option<u32>, SampleError> {
     if let Purpose::Prompt(position) = *purpose {
         let num_top = active.request.prompt_logprobs.map_or(0, usize::from);
@@ -153,15 +155,15 @@ fn use_row(
             "drawn"
         );
     }
-    tell_token(active, ChosenToken { id: token, logprobs: told });
+    tell_token(active, news, ChosenToken { id: token, logprobs: told });
     Ok(Some(token))
 }
 
-fn tell_token(active: &mut Active, token: ChosenToken) {
+fn tell_token(active: &mut Active, news: &mut News, token: ChosenToken) {
     active.sampler.commit(token.id);
-    active.tell_prompt_logprobs();
+    active.tell_prompt_logprobs(news);
     if let Some(spans) = &mut active.spans {
         spans.handle_token();
     }
-    active.tell(SequenceEvent::Token(token));
+    active.tell(news, SequenceEvent::Token(token));
 }

@@ -8,7 +8,7 @@ use afd_common::link::Doorbell;
 use crossbeam_channel::Receiver;
 use tokio::sync::watch;
 
-use super::active::Active;
+use super::active::{Active, News};
 use super::forward::{ForwardTimes, StageOutcomes, forward};
 use super::handle::Command;
 use super::trace::{StepRecorder, StepTrace};
@@ -40,6 +40,7 @@ pub(super) struct Engine<A: AttentionPort> {
     pub(super) ffn: Box<dyn FfnPort>,
     pub(super) sequences: HashMap<SequenceId, Active>,
     pub(super) scratch: Scratch,
+    pub(super) news: News,
     pub(super) metrics: Arc<EngineMetrics>,
     pub(super) commands: Receiver<Command>,
     pub(super) state: Arc<watch::Sender<EngineState>>,
@@ -80,6 +81,7 @@ impl<A: AttentionPort> Engine<A> {
             ffn,
             sequences: HashMap::new(),
             scratch: Scratch::default(),
+            news: News::default(),
             metrics,
             commands,
             state,
@@ -108,11 +110,13 @@ impl<A: AttentionPort> Engine<A> {
             let ready = self.ffn.ready() && self.warm_up()?;
             let ready = self.is_ffn_ready(ready, now);
             if self.is_drained(now) {
+                self.news.deliver();
                 return Ok(());
             }
             let ran = ready && self.step()?;
             self.publish();
             if !ran {
+                self.news.deliver();
                 self.bell.wait(seen, self.wake_at(now));
             }
         }
@@ -321,11 +325,11 @@ impl<A: AttentionPort> Engine<A> {
         stages: &[Stage],
         times: &mut ForwardTimes,
     ) -> Result<StageOutcomes, FfnLoss> {
-        let (ffn, attention) = (&mut *self.ffn, &mut self.attention);
+        let (ffn, attention, news) = (&mut *self.ffn, &mut self.attention, &mut self.news);
         if outline.phase == Phase::Decode {
             let begun = Instant::now();
             let batches: Vec<_> = stages.iter().map(|stage| &stage.batch).collect();
-            match attention.decode(ffn, outline, &batches) {
+            match attention.decode(ffn, outline, &batches, &mut || news.deliver()) {
                 Ok(DecodeRun::Unknown) => {}
                 Ok(DecodeRun::Eager(reason)) => self.metrics.note_eager(reason),
                 Ok(DecodeRun::Done { outputs, replayed }) => {
@@ -344,6 +348,7 @@ impl<A: AttentionPort> Engine<A> {
                 }
             }
         }
+        news.deliver();
         let attends = outline.trace.is_some().then_some(&mut self.recorder.attends);
         let outcomes = ffn
             .begin_step(outline)
@@ -408,7 +413,7 @@ impl<A: AttentionPort> Engine<A> {
         };
         count.add(1);
         self.end_spans(&mut active, usage, None);
-        active.tell(SequenceEvent::Finished { reason, usage });
+        active.tell(&mut self.news, SequenceEvent::Finished { reason, usage });
     }
 
     /// Ends a sequence with an error.
@@ -416,7 +421,7 @@ impl<A: AttentionPort> Engine<A> {
         let Some((mut active, usage)) = self.take_out(id) else { return };
         self.metrics.failed.add(1);
         self.end_spans(&mut active, usage, Some(&error));
-        active.tell(SequenceEvent::Failed(error));
+        active.tell(&mut self.news, SequenceEvent::Failed(error));
     }
 
     fn end_spans(&self, active: &mut Active, usage: Usage, error: Option<&SequenceError>) {

@@ -73,8 +73,9 @@ fn live<A: AttentionPort>(mut engine: Engine<A>) -> Result<(), EngineDeath> {
     engine.state.send_replace(state);
     engine.metrics.ffn_ready.set(0);
     for (_, active) in engine.sequences.drain() {
-        active.tell(SequenceEvent::Failed(error.clone()));
+        active.tell(&mut engine.news, SequenceEvent::Failed(error.clone()));
     }
+    engine.news.deliver();
     while let Ok(command) = engine.commands.try_recv() {
         if let Command::Submit(_, request, _) = command {
             // A receiver that is gone needs no answer.

@@ -106,8 +106,7 @@ pub(super) fn load(
         None => attention,
         Some(gpu) => attention.on(gpu, capacity.graphs.clone())?,
     };
-<<<<<<< HEAD
-    Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, kv })
+    Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, device, kv })
 }
 
 fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<ExpertRules, ServeError> {
@@ -122,9 +121,6 @@ fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<
     }
     let placement = ffn.placement.as_ref().map(read).transpose()?;
     Ok(ExpertRules { gate: ffn.gate, routing: ffn.routing, placement })
-=======
-    Ok(Loaded { attention, config, rows, text, served, identity, weights, device, kv })
->>>>>>> b31a682 (MLA decode: as many blocks as tiles, so that no part is read that nobody wrote; engine is ready once its steps are warm; GPU tests and a serving benchmark)
 }
 
 fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Result<Weights, ServeError> {
