@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Checks and measures the GPU layer on the machine at hand, which may be bare: nothing is built or fetched.
+# Checks and measures the GPU layer, and the services on it, on the machine at hand, which may be bare: nothing is built or
+# fetched.
 #
 #   deploy/bench/gpu.sh [--bin DIR] [SECTION...]
 #
-# DIR (default: target/debug) holds afd-gpu-bench, and afd-gpu-device-test if the tests are to run too. CUDA's libraries
-# are the ones of the Python that has torch. Tables are printed last; they and the log go to $OUT (default: .).
+# DIR (default: target/debug) holds afd-gpu-bench, and afd-gpu-device-test if the tests are to run too; with attention-svc
+# and ffn-svc the services are checked and measured behind it (gpu_serve.py, which can also be called by itself). CUDA's
+# libraries are the ones of the Python that has torch. Tables are printed last; they and the log go to $OUT (default: .).
 set -euo pipefail
 
 bin=target/debug
@@ -13,7 +15,7 @@ if [ "${1:-}" = --bin ]; then
     shift 2
 fi
 out=${OUT:-.}
-[ $# -gt 0 ] || set -- machine rows moe mla contract hops
+[ $# -gt 0 ] || set -- machine rows layer moe mla contract hops
 
 # The wheels call NCCL libnccl.so.2; it is looked up as libnccl.so.
 wheels=$(python3 - <<'PY'
@@ -40,4 +42,10 @@ if [ -x "$bin/afd-gpu-device-test" ]; then
 fi
 timeout "${BENCH_TIMEOUT:-400}" "$bin/afd-gpu-bench" --out "$out" "$@" 2>"$out/log.txt" || status=1
 tail -c 3000 "$out/log.txt"
+if [ -x "$bin/attention-svc" ]; then
+    sections=(fixtures shallow mono)
+    [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || [ ! -x "$bin/ffn-svc" ] || sections+=(pair)
+    here=$(cd "$(dirname "$0")" && pwd)
+    python3 "$here/gpu_serve.py" --bin "$bin" --fixtures "$here/../../tests/fixtures" --out "$out" "${sections[@]}" || status=1
+fi
 exit $status
