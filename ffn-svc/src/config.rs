@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
 use afd_common::config::units::Span;
@@ -57,6 +58,9 @@ pub struct ServeOptions {
     /// Compute and activation dtype: auto (as the checkpoint), float32 or bfloat16 [default: auto]
     #[arg(long)]
     pub dtype: Option<DtypeChoice>,
+    /// Where tensors live: cpu, or a GPU as cuda:0, whose libraries are loaded when it is asked for [default: cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceChoice>,
     /// Threads of one tensor operation [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -149,6 +153,8 @@ pub struct Config {
     pub routing: Routing,
     /// Compute dtype.
     pub dtype: DtypeChoice,
+    /// Where tensors live.
+    pub device: DeviceChoice,
     /// Threads of one tensor operation, at least 1.
     pub threads: usize,
     /// Where weights come from.
@@ -240,6 +246,7 @@ impl ServeOptions {
             placement: given.placement,
             routing: given.routing.unwrap_or_default(),
             dtype: given.dtype.unwrap_or_default(),
+            device: given.device.unwrap_or_default(),
             threads: given.threads.unwrap_or_else(all_cores),
             load_format: given.load_format.unwrap_or_default(),
             seed: given.seed.unwrap_or(0),

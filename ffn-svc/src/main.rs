@@ -70,6 +70,8 @@ fn serve(options: ServeOptions) -> anyhow::Result<()> {
     if let Err(error) = passive {
         tracing::warn!(%error, "compute threads will spin while they wait");
     }
+    // Before any tensor exists.
+    config.device.load()?;
     afd_ffi::process::set_compute_threads(config.threads);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(CONTROL_THREADS)

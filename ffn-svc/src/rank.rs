@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use afd_common::config::device::DeviceChoice;
 use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
 use afd_common::identity::{ExpertRules, model_identity};
 use afd_common::ids::LayerIdx;
@@ -14,10 +15,12 @@ use afd_common::routing::Routing;
 use afd_common::telemetry::metrics::{ReadKind, Sample};
 use afd_common::telemetry::{MetricError, Metrics};
 use afd_common::weights::{WeightError, Weights};
+use afd_gpu::{Device, GpuError, nccl};
 
 use crate::config::{Config, LoadFormat};
 use crate::engine::{self, EngineMetrics, EngineOptions};
-use crate::model::{ExpertCounts, FfnModel, FfnModelError};
+use crate::device::{DeviceModel, DeviceStage};
+use crate::model::{ExpertCounts, FfnModel, FfnModelError, LayerSpec};
 use crate::serve::{ServeError, Server};
 use crate::service::Health;
 use crate::session::handshake::Offer;
@@ -80,6 +83,14 @@ pub enum StartError {
         /// What would do.
         most: usize,
     },
+    /// The GPU cannot be used.
+    #[error("--device {device}: {source}")]
+    Device {
+        /// As asked for.
+        device: DeviceChoice,
+        /// Why.
+        source: GpuError,
+    },
     /// A metric's name is taken: a mistake of this software.
     #[error(transparent)]
     Metric(#[from] MetricError),
@@ -91,10 +102,36 @@ pub enum StartError {
     Serve(#[from] ServeError),
 }
 
+/// A shard of every layer, where it is computed.
+pub enum ShardModel {
+    /// On the processor.
+    Cpu(FfnModel),
+    /// On a GPU.
+    Device(DeviceStage),
+}
+
+impl ShardModel {
+    /// One entry per layer.
+    pub fn specs(&self) -> &[LayerSpec] {
+        match self {
+            Self::Cpu(model) => model.specs(),
+            Self::Device(stage) => stage.model().specs(),
+        }
+    }
+
+    /// How many rows each expert was given so far.
+    pub fn expert_counts(&self) -> Arc<ExpertCounts> {
+        match self {
+            Self::Cpu(model) => model.expert_counts(),
+            Self::Device(stage) => stage.model().expert_counts(),
+        }
+    }
+}
+
 /// A shard in memory, and what peers compare.
 pub struct Loaded {
     /// The shard.
-    pub model: FfnModel,
+    pub model: ShardModel,
     /// What peers compare.
     pub identity: v1::ModelIdentity,
 }
@@ -120,9 +157,26 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
     };
     let placement = read_placement(config, &model_config)?;
     let placed = placement.clone().unwrap_or_else(|| Arc::new(Placement::contiguous(&model_config, count)));
-    let model = FfnModel::load_placed(&model_config, &weights, config.shard, config.gate, &placed)
-        .map_err(|source| StartError::Model { folder, index, count, source: Box::new(source) })?;
-    let bare = |spec: &&crate::model::LayerSpec| spec.num_experts > 0 && spec.local_experts.is_empty();
+    let failed = |source: FfnModelError| {
+        let folder = config.model.display().to_string();
+        StartError::Model { folder, index, count, source: Box::new(source) }
+    };
+    let weights = weights.on(config.device.torch()).map_err(|source| failed(source.into()))?;
+    let model = match config.device {
+        DeviceChoice::Cpu => {
+            FfnModel::load_placed(&model_config, &weights, config.shard, config.gate, &placed)
+                .map(ShardModel::Cpu)
+        }
+        DeviceChoice::Cuda(ordinal) => {
+            let device = Device::open(ordinal)
+                .map_err(|source| StartError::Device { device: config.device, source })?;
+            DeviceModel::load_placed(&model_config, &weights, config.shard, config.gate, &placed, Some(&device))
+                .and_then(|model| DeviceStage::new(model, &device))
+                .map(ShardModel::Device)
+        }
+    }
+    .map_err(failed)?;
+    let bare = |spec: &&LayerSpec| spec.num_experts > 0 && spec.local_experts.is_empty();
     let num_bare = model.specs().iter().filter(bare).count();
     if num_bare > 0 {
         tracing::warn!(
@@ -179,7 +233,20 @@ pub async fn start(
         tracing::warn!(delay = ?config.inject_delay, "this rank is slowed down on purpose (--inject-delay)");
     }
     config.spans.count(metrics)?;
-    let engine = engine::spawn(model, options)?;
+    let mut link_kinds = vec![v1::LinkKind::Shm, v1::LinkKind::Tcp, v1::LinkKind::Inline];
+    let engine = match model {
+        ShardModel::Cpu(model) => engine::spawn(model, options)?,
+        ShardModel::Device(stage) => {
+            // The cycle of `--routing balanced` is made on the host.
+            if config.routing == Routing::Model {
+                if nccl::version().is_ok() {
+                    link_kinds.insert(0, v1::LinkKind::Nccl);
+                }
+                link_kinds.insert(0, v1::LinkKind::CudaIpc);
+            }
+            engine::spawn(stage, options)?
+        }
+    };
     let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     let settings = Settings {
         identity: v1::Identity {
@@ -191,7 +258,7 @@ pub async fn start(
         offer: Offer {
             model: identity,
             shard_count: config.shard.count(),
-            link_kinds: vec![v1::LinkKind::Shm, v1::LinkKind::Tcp, v1::LinkKind::Inline],
+            link_kinds,
             max_stages: config.max_stages,
             max_tokens_per_stage: config.max_tokens_per_stage,
             features: vec!["profile".into()],

@@ -7,7 +7,14 @@ use crate::ids::Epoch;
 use crate::telemetry::metrics::{ReadKind, Sample};
 use crate::telemetry::{MetricError, Metrics};
 
-const KINDS: [LinkKind; 4] = [LinkKind::Loopback, LinkKind::Tcp, LinkKind::Inline, LinkKind::Shm];
+const KINDS: [LinkKind; 6] = [
+    LinkKind::Loopback,
+    LinkKind::Tcp,
+    LinkKind::Inline,
+    LinkKind::Shm,
+    LinkKind::Nccl,
+    LinkKind::CudaIpc,
+];
 
 /// See the module's head.
 #[derive(Debug, Default)]
@@ -55,10 +62,24 @@ impl LinkBook {
         self.lock().live.push(Entry { kind, peer, epoch, stats: link.stats() });
     }
 
+    /// A link that a stream drives is up; what goes over it is not seen by the host, so its owner counts in what is
+    /// returned.
+    pub fn handle_stream_up(&self, kind: LinkKind, peer: &str, epoch: Epoch) -> Arc<LinkStats> {
+        let stats = Arc::<LinkStats>::default();
+        let entry = Entry { kind, peer: peer.to_owned(), epoch, stats: Arc::clone(&stats) };
+        self.lock().live.push(entry);
+        stats
+    }
+
     /// It is gone. Its counts stay.
     pub fn handle_down(&self, link: &dyn HopLink) {
-        let (stats, mut book) = (link.stats(), self.lock());
-        if let Some(at) = book.live.iter().position(|entry| Arc::ptr_eq(&entry.stats, &stats)) {
+        self.handle_stream_down(&link.stats());
+    }
+
+    /// As [`handle_down`](Self::handle_down), by what [`handle_stream_up`](Self::handle_stream_up) returned.
+    pub fn handle_stream_down(&self, stats: &Arc<LinkStats>) {
+        let mut book = self.lock();
+        if let Some(at) = book.live.iter().position(|entry| Arc::ptr_eq(&entry.stats, stats)) {
             let Entry { kind, stats, .. } = book.live.swap_remove(at);
             book.past[index(kind)].add(&stats.counts());
         }

@@ -155,6 +155,13 @@ impl<T> Grants<T> {
         self.waiting.len()
     }
 
+    /// The epoch of a link that is up as soon as it is granted: it waits for nobody to attach.
+    pub fn mint_epoch(&mut self) -> Epoch {
+        let epoch = Epoch(self.next_epoch);
+        self.next_epoch = self.next_epoch.wrapping_add(1);
+        epoch
+    }
+
     /// Grants a link to `session`.
     ///
     /// # Errors
@@ -176,13 +183,12 @@ impl<T> Grants<T> {
         let limits = Limits {
             kind: spec.kind,
             peer: spec.peer,
-            epoch: Epoch(self.next_epoch),
+            epoch: self.mint_epoch(),
             credits: spec.credits,
             max_rows: spec.max_rows,
             max_body_bytes: spec.max_body_bytes,
         };
         self.next_id += 1;
-        self.next_epoch = self.next_epoch.wrapping_add(1);
         let (secret, limits_here) = (ticket.secret.clone(), limits.clone());
         let expires_at = now + self.attach_timeout;
         self.waiting.insert(ticket.link_id, Waiting { secret, limits: limits_here, expires_at, session });

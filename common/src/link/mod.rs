@@ -3,7 +3,7 @@
 //! On a token's path a [`HopLink`] stands between attention's remote FFN and the FFN's hop queue. It moves frames and
 //! nothing else: it does not schedule, retry, reconnect or look into rows. `loopback`, `tcp`, `inline`
 //! and `shm` implement it; [`grants`] and [`attach`] say how two processes get one. Channels that a CUDA stream drives
-//! have a seam of their own.
+//! (`cuda-ipc`, `nccl`) have a seam of their own: `StepChannel` of the crate `afd-gpu`.
 use std::fmt;
 use std::sync::Arc;
 
@@ -85,7 +85,7 @@ pub trait HopLink: Send {
     fn stats(&self) -> Arc<LinkStats>;
 }
 
-/// Kinds of host-driven links.
+/// Kinds of links.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LinkKind {
@@ -97,6 +97,17 @@ pub enum LinkKind {
     Inline,
     /// A ring in POSIX shared memory.
     Shm,
+    /// A pair of NCCL communicators, driven by a stream.
+    Nccl,
+    /// Device memory mapped into the peer's process, driven by a stream.
+    CudaIpc,
+}
+
+impl LinkKind {
+    /// Whether a CUDA stream drives it rather than the host.
+    pub fn is_stream_driven(self) -> bool {
+        matches!(self, Self::Nccl | Self::CudaIpc)
+    }
 }
 
 impl fmt::Display for LinkKind {
@@ -106,6 +117,8 @@ impl fmt::Display for LinkKind {
             Self::Tcp => "tcp",
             Self::Inline => "inline",
             Self::Shm => "shm",
+            Self::Nccl => "nccl",
+            Self::CudaIpc => "cuda-ipc",
         })
     }
 }

@@ -115,6 +115,8 @@ impl Pairs {
                 let answered = links.recv_timeout(PATIENCE).map_err(|_| PairError::FarEnd(kind))?;
                 (Box::new(dialed), Box::new(answered))
             }
+            // No host-driven link.
+            LinkKind::Nccl | LinkKind::CudaIpc => return Err(PairError::FarEnd(kind)),
         };
         Ok((End { link: ours, bell: bell_a }, End { link: theirs, bell: bell_b }))
     }

@@ -54,6 +54,14 @@ impl LinkStats {
         }
     }
 
+    /// So many frames went out and so many came in, with these bytes, as the owner of a link that a stream drives knows.
+    pub fn handle_step(&self, sent: (u64, u64), received: (u64, u64)) {
+        self.frames_sent.fetch_add(sent.0, Relaxed);
+        self.bytes_sent.fetch_add(sent.1, Relaxed);
+        self.frames_received.fetch_add(received.0, Relaxed);
+        self.bytes_received.fetch_add(received.1, Relaxed);
+    }
+
     pub(super) fn sent(&self, bytes: usize) {
         self.frames_sent.fetch_add(1, Relaxed);
         self.bytes_sent.fetch_add(bytes as u64, Relaxed);

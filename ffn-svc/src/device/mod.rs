@@ -6,23 +6,29 @@
 //! the few rows of a decode step: nothing is allocated and the host waits for nothing, so a graph can hold it.
 //!
 //! On a hop's path this stands where [`crate::model`] does on the CPU. In reading order: `stack` (how a layer is cut and
-//! loaded), `eager`, `kernels`. Nothing here knows hops, links or sessions.
+//! loaded), `eager`, `kernels`; then [`DeviceStage`], the engine's view of it all, with `channels` (links that a stream
+//! drives) and `graphs` (their steps, captured). Nothing here knows sessions.
 use std::sync::Arc;
 
 use afd_common::config::model::ModelConfig;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard};
+use afd_common::placement::Placement;
 use afd_common::weights::Weights;
 use afd_gpu::Device;
 use tch::{Kind, Tensor};
 
+mod channels;
 mod eager;
+mod graphs;
 mod kernels;
 mod stack;
+mod stage;
 #[cfg(test)]
 mod tests;
 
 pub use kernels::DeviceFfn;
+pub use stage::DeviceStage;
 
 use crate::model::{ExpertCounts, FfnModel, FfnModelError, LayerSpec, Side};
 use stack::Stack;
@@ -53,11 +59,10 @@ enum Body {
 }
 
 impl DeviceModel {
-    /// Takes this shard's part of every layer, as [`FfnModel::load`] does. `weights` hand out tensors on `device`; without
-    /// one (tests) on the CPU, and there are no kernels. Waits until everything is there.
+    /// [`load_placed`](Self::load_placed) with every shard having a contiguous part of the experts.
     ///
     /// # Errors
-    /// [`FfnModelError::Weights`] names the tensor; [`FfnModelError::Gpu`]. A retry does not help.
+    /// As there.
     pub fn load(
         config: &ModelConfig,
         weights: &Weights,
@@ -65,10 +70,27 @@ impl DeviceModel {
         gate: GatePlacement,
         device: Option<&Device>,
     ) -> Result<Self, FfnModelError> {
+        let contiguous = Placement::contiguous(config, shard.count());
+        Self::load_placed(config, weights, shard, gate, &contiguous, device)
+    }
+
+    /// Takes this shard's part of every layer, as [`FfnModel::load_placed`] does. `weights` hand out tensors on `device`; without
+    /// one (tests) on the CPU, and there are no kernels. Waits until everything is there.
+    ///
+    /// # Errors
+    /// [`FfnModelError::Weights`] names the tensor; [`FfnModelError::Gpu`]. A retry does not help.
+    pub fn load_placed(
+        config: &ModelConfig,
+        weights: &Weights,
+        shard: Shard,
+        gate: GatePlacement,
+        placement: &Placement,
+        device: Option<&Device>,
+    ) -> Result<Self, FfnModelError> {
         let kind = weights.kind();
-        let (body, specs, counts) = match stack::shapes(config, kind, shard, gate) {
+        let (body, specs, counts) = match stack::shapes(config, kind, shard, gate, placement) {
             Err(why) => {
-                let model = FfnModel::load(config, weights, shard, gate)?;
+                let model = FfnModel::load_placed(config, weights, shard, gate, placement)?;
                 let (specs, counts) = (model.specs().to_vec(), model.expert_counts());
                 (Body::Plain { model: Box::new(model), why }, specs, counts)
             }

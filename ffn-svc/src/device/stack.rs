@@ -8,6 +8,7 @@ use afd_common::frame::SideKind;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::{FfnNames, Router, Selector};
+use afd_common::placement::Placement;
 use afd_common::weights::{WeightError, Weights};
 use afd_gpu::ops::{Moe, MoeScoring, MoeShape};
 use tch::{Kind, TchError, Tensor};
@@ -50,12 +51,16 @@ pub(super) fn shapes(
     kind: Kind,
     shard: Shard,
     gate: GatePlacement,
+    placement: &Placement,
 ) -> Result<Vec<MoeShape>, Unsupported> {
     if kind != Kind::BFloat16 {
         return Err(Unsupported(format!("{kind:?} rows; they take bf16")));
     }
     if gate != GatePlacement::Ffn {
         return Err(Unsupported("the gate is on attention".into()));
+    }
+    if *placement != Placement::contiguous(config, shard.count()) {
+        return Err(Unsupported("experts are placed one by one".into()));
     }
     let shape = |(layer, ffn): (usize, &FfnConfig)| {
         let shape = shape(config.hidden_size, ffn, shard);

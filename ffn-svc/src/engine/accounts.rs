@@ -216,6 +216,18 @@ impl StepAccounts {
         account.error.get_or_insert_with(|| (code, message.to_owned()));
     }
 
+    /// A step ended before its last hop: nothing more comes of it, and it is reported at once.
+    pub fn handle_lost(&self, step: StepId, code: i32, message: &str) {
+        let mut book = self.lock();
+        book.account(step).error.get_or_insert_with(|| (code, message.to_owned()));
+        if let Some(at) = book.open.iter().position(|account| account.step == step)
+            && let Some(account) = book.open.remove(at)
+        {
+            book.finish(account);
+            self.finished.notify_one();
+        }
+    }
+
     /// The oldest step that is over and was not taken yet.
     pub fn take_finished(&self) -> Option<StepAccount> {
         self.lock().finished.pop_front()

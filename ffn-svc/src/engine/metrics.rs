@@ -44,6 +44,10 @@ pub struct EngineMetrics {
     pub links: IntGaugeVec,
     /// What went over them.
     pub book: Arc<LinkBook>,
+    /// Steps of links that a stream drives, by how they were run (or that they were lost) and why not by a graph.
+    pub stream_steps: IntCounterVec,
+    /// From a step's plan to its end on the device.
+    pub stream_step_seconds: Histogram,
 }
 
 impl EngineMetrics {
@@ -100,6 +104,15 @@ impl EngineMetrics {
             book,
             unanswered: metrics.gauge("afd_ffn_hops_unanswered", "Hops that wait or are being computed.")?,
             links: metrics.gauges("afd_ffn_links", "Links in use, by kind.", &["kind"])?,
+            stream_steps: metrics.counters(
+                "afd_ffn_stream_steps_total",
+                "Steps of links that a stream drives, by how they were run (replayed, captured, eager, lost) and why eagerly.",
+                &["mode", "reason"],
+            )?,
+            stream_step_seconds: seconds(
+                "afd_ffn_stream_step_seconds",
+                "From a step's plan to its end, on links that a stream drives.",
+            )?,
         })
     }
 }

@@ -26,6 +26,8 @@ mod stage_model;
 mod staging;
 #[doc(hidden)]
 pub mod stepped;
+mod steps;
+mod stream_links;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -34,6 +36,12 @@ pub use accounts::{HopTimes, Planned, StepAccount, StepAccounts, TracedStep};
 pub use hop_error::HopError;
 pub use metrics::EngineMetrics;
 pub use stage_model::{LayerInputs, StageModel, StageSpec};
+pub use stream_links::{
+    GraphUse, IpcBuffer, OpenStream, OpenStreamError, OwnEnd, PeerEnd, PlannedStep, StepEnd, StepMode, StepRunner,
+    StreamLinkId, StreamOwner,
+};
+
+use stream_links::StreamCommand;
 
 /// How an engine runs.
 #[derive(Clone, Debug)]
@@ -59,7 +67,7 @@ pub struct SessionTag(pub u64);
 pub enum EngineEnd {
     /// It was asked to.
     Stopped,
-    /// It panicked, with these words.
+    /// It panicked, with these words, or it could not use its device.
     Died(String),
 }
 
@@ -68,6 +76,7 @@ enum Command {
     Adopt { link: Box<dyn HopLink>, accounts: Arc<StepAccounts>, session: SessionTag, rank: u32 },
     CloseSession { session: SessionTag, reason: String },
     Call(Call),
+    Stream(StreamCommand),
     Stop { reason: String },
 }
 
@@ -102,7 +111,8 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         let run = || run(model, options, inbox, bell_here);
         let outcome = match catch_unwind(AssertUnwindSafe(run)) {
-            Ok(()) => EngineEnd::Stopped,
+            Ok(Ok(())) => EngineEnd::Stopped,
+            Ok(Err(what)) => EngineEnd::Died(what),
             Err(panic) => EngineEnd::Died(words_of(panic.as_ref())),
         };
         if let EngineEnd::Died(what) = &outcome {
@@ -115,9 +125,16 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
     Ok(EngineHandle { commands, bell, spec, ended, metrics, expert_counts, thread })
 }
 
-fn run(model: impl StageModel, options: EngineOptions, inbox: Receiver<Command>, bell: Doorbell) {
+fn run(
+    mut model: impl StageModel,
+    options: EngineOptions,
+    inbox: Receiver<Command>,
+    bell: Doorbell,
+) -> Result<(), String> {
     let _no_grad = tch::no_grad_guard();
+    let _on_thread = model.enter_thread()?;
     worker::Worker::new(model, options, inbox, bell).run();
+    Ok(())
 }
 
 fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
@@ -177,6 +194,26 @@ impl EngineHandle {
         let (reply, answer) = oneshot::channel();
         self.tell(Command::Call(Call { header, body, reply }));
         answer.await.unwrap_or(Err(HopError::Stopped))
+    }
+
+    /// Opens a link that a stream drives and serves it for its owner's session: what the peer needs to know. With NCCL the
+    /// answer comes before both ends have joined.
+    ///
+    /// # Errors
+    /// [`OpenStreamError`].
+    pub async fn open_stream(
+        &self,
+        request: OpenStream,
+        owner: StreamOwner,
+    ) -> Result<OwnEnd, OpenStreamError> {
+        let (reply, answer) = oneshot::channel();
+        self.tell(Command::Stream(StreamCommand::Open { request, owner, reply }));
+        answer.await.unwrap_or(Err(OpenStreamError::Stopped))
+    }
+
+    /// A session's plan came: the step is enqueued on its stream-driven links, if it has any.
+    pub fn plan(&self, session: SessionTag, plan: PlannedStep) {
+        self.tell(Command::Stream(StreamCommand::Plan { session, plan }));
     }
 
     /// Whether the engine can be given work.

@@ -1,11 +1,13 @@
 //! What the engine asks of a model: a description of every layer, and one layer's FFN on some rows. [`FfnModel`] is the
-//! real one; tests have smaller ones.
+//! real one on the CPU; tests have smaller ones.
+use std::any::Any;
 use std::sync::Arc;
 
 use afd_common::frame::{RowType, SideKind};
 use afd_common::ids::{LayerIdx, Shard};
 use tch::{Kind, Tensor};
 
+use super::StepRunner;
 use crate::model::{ExpertCounts, FfnModel, LayerSpec, Side};
 
 /// The model as the engine sees it. It is used by one thread, the one that owns the device.
@@ -13,12 +15,26 @@ pub trait StageModel: Send + 'static {
     /// What every layer takes and returns.
     fn spec(&self) -> StageSpec;
 
-    /// One layer's FFN on `rows`, `[rows, hidden]` in the activation dtype with at least one row: this shard's partial
-    /// sum, `[rows, hidden]`. The inputs are only lent: their memory is overwritten after the call.
+    /// Called once on the engine's thread, before anything else there. What it returns is dropped when the thread ends.
+    ///
+    /// # Errors
+    /// Why the device cannot be used; the engine dies of it.
+    fn enter_thread(&mut self) -> Result<Box<dyn Any>, String> {
+        Ok(Box::new(()))
+    }
+
+    /// One layer's FFN on `rows`, `[rows, hidden]` in the activation dtype with at least one row, on the CPU: this
+    /// shard's partial sum, `[rows, hidden]`, on the CPU too. The inputs are only lent: their memory is overwritten after
+    /// the call.
     ///
     /// # Errors
     /// What is wrong with these rows or their side tensors. The model stays usable.
-    fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String>;
+    fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String>;
+
+    /// What runs the steps of links that a stream drives; `None` without a GPU.
+    fn steps(&mut self) -> Option<&mut dyn StepRunner> {
+        None
+    }
 
     /// How often each expert was chosen, where that is counted.
     fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {
@@ -81,8 +97,8 @@ impl StageModel for FfnModel {
         }
     }
 
-    fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
-        self.forward(layer, rows, side).map_err(|error| error.to_string())
+    fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
+        FfnModel::forward(self, layer, rows, side).map_err(|error| error.to_string())
     }
 
     fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {

@@ -1,6 +1,7 @@
 //! Links that a CUDA stream drives, as the engine sees them. Where rows of a host-driven link meet the hop queue, here a
 //! whole step is enqueued when its plan comes, and the engine looks now and then whether it is over. What enqueues is a
 //! [`StepRunner`]: the model on its device. Steps run in the order of their plans, all links' on one stream.
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -212,5 +213,5 @@ pub(super) struct StreamSource {
     pub(super) owner: StreamOwner,
     pub(super) stats: Arc<LinkStats>,
     /// When the steps under way began, oldest first, microseconds since the Unix epoch.
-    pub(super) begun: std::collections::VecDeque<(StepId, u64)>,
+    pub(super) begun: VecDeque<(StepId, u64)>,
 }

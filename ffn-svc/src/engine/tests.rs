@@ -29,7 +29,7 @@ impl StageModel for Multiplier {
         self.spec.clone()
     }
 
-    fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
+    fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
         let values = memory::f32s(rows).unwrap().to_vec();
         let _ = self.batches.send((layer.0, values.clone()));
         if let Some(gate) = &self.gate {

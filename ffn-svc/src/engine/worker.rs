@@ -16,22 +16,28 @@ use tokio::sync::oneshot;
 use super::accounts::{HopTimes, StepAccounts};
 use super::hop_error::{self, HopError};
 use super::staging::{HopBytes, Staging};
+use super::stream_links::StreamSource;
 use super::{Call, Command, EngineMetrics, EngineOptions, LayerInputs, SessionTag, StageModel, StageSpec};
 use crate::hop_queue::{HopQueue, QueuedHop, SourceId};
 use crate::model::Side;
 
 /// Where hops of [`Call`]s come from.
 const CALLS: SourceId = SourceId(0);
+/// How soon the end of a step on a device is noticed.
+const LOOK_AGAIN: Duration = Duration::from_micros(100);
 
 pub(super) struct Worker<M> {
-    model: M,
-    spec: StageSpec,
+    pub(super) model: M,
+    pub(super) spec: StageSpec,
     options: EngineOptions,
     inbox: Receiver<Command>,
     bell: Doorbell,
-    clock: Clock,
+    pub(super) clock: Clock,
     queue: HopQueue<Waiting>,
     sources: Vec<Source>,
+    /// Links that a stream drives; `steps.rs`.
+    pub(super) streams: Vec<StreamSource>,
+    pub(super) next_stream: u64,
     next_source: u64,
     next_call: u64,
     staging: Staging,
@@ -81,7 +87,7 @@ impl Origin {
 }
 
 /// Microseconds since the Unix epoch that never go back.
-struct Clock {
+pub(super) struct Clock {
     started: Instant,
     started_us: u64,
 }
@@ -92,7 +98,7 @@ impl Clock {
         Self { started: Instant::now(), started_us: since_epoch.as_micros() as u64 }
     }
 
-    fn now_us(&self) -> u64 {
+    pub(super) fn now_us(&self) -> u64 {
         self.started_us + self.started.elapsed().as_micros() as u64
     }
 }
@@ -129,6 +135,8 @@ impl<M: StageModel> Worker<M> {
             clock: Clock::new(),
             queue,
             sources: Vec::new(),
+            streams: Vec::new(),
+            next_stream: 1,
             next_source: CALLS.0 + 1,
             next_call: 0,
             staging: Staging::new(),
@@ -157,6 +165,7 @@ impl<M: StageModel> Worker<M> {
             return Turn::Stopped;
         }
         self.poll_links();
+        self.poll_steps();
         let next = self.queue.pick(&mut self.batch);
         self.metrics().unanswered.set((self.queue.len() + self.batch.len()) as i64);
         let Some(layer) = next else { return Turn::Idle };
@@ -165,16 +174,18 @@ impl<M: StageModel> Worker<M> {
     }
 
     /// Sleeps until something is heard.
-    fn rest(&self, seen: u64) {
+    fn rest(&mut self, seen: u64) {
         let since_us = self.clock.now_us();
         let under_way = self.sources.iter().any(|source| source.accounts.under_way());
-        self.bell.wait(seen, None);
+        // The end of a step on the device rings no bell.
+        let look_again = (!self.no_step_begun()).then(|| Instant::now() + LOOK_AGAIN);
+        self.bell.wait(seen, look_again);
         if under_way {
             self.metrics().idle_us.fetch_add(self.clock.now_us().saturating_sub(since_us), Relaxed);
         }
     }
 
-    fn metrics(&self) -> &EngineMetrics {
+    pub(super) fn metrics(&self) -> &EngineMetrics {
         &self.options.metrics
     }
 
@@ -186,6 +197,7 @@ impl<M: StageModel> Worker<M> {
                 }
                 Ok(Command::CloseSession { session, reason }) => self.close_session(session, &reason),
                 Ok(Command::Call(call)) => self.queue_call(call),
+                Ok(Command::Stream(command)) => self.handle_stream(command),
                 Ok(Command::Stop { reason }) => return Heard::Stop { reason },
                 Err(TryRecvError::Empty) => return Heard::Nothing,
                 Err(TryRecvError::Disconnected) => return Heard::Stop { reason: "nobody is left".into() },
@@ -208,9 +220,15 @@ impl<M: StageModel> Worker<M> {
             self.sources[at].link.close(reason);
             self.drop_source(at, reason);
         }
+        while let Some(at) = self.streams.iter().position(|source| source.owner.session == session) {
+            self.drop_stream(at, reason);
+        }
     }
 
     fn stop(&mut self, reason: &str) {
+        while !self.streams.is_empty() {
+            self.drop_stream(0, reason);
+        }
         for at in (0..self.sources.len()).rev() {
             self.sources[at].link.close(reason);
             self.drop_source(at, reason);
@@ -479,6 +497,6 @@ impl<M: StageModel> Worker<M> {
     }
 }
 
-fn seconds(from_us: u64, to_us: u64) -> f64 {
+pub(super) fn seconds(from_us: u64, to_us: u64) -> f64 {
     Duration::from_micros(to_us.saturating_sub(from_us)).as_secs_f64()
 }

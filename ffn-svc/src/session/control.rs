@@ -10,6 +10,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::sessions::Sessions;
 use super::steps;
+use super::stream_links::is_stream_driven;
 
 /// Most bytes of a probe's payload.
 const MAX_PROBE_BYTES: usize = 4 << 20;
@@ -45,7 +46,12 @@ impl FfnControlService for Control {
     ) -> Result<Response<v1::OpenLinksResponse>, Status> {
         let request = request.into_inner();
         let session = self.sessions.find(&request.session_id)?;
-        let links = self.sessions.open_links(&session, &request.links)?;
+        let links = match request.links.as_slice() {
+            [link] if is_stream_driven(link.kind()) => {
+                vec![self.sessions.open_stream_link(&session, link).await?]
+            }
+            links => self.sessions.open_links(&session, links)?,
+        };
         Ok(Response::new(v1::OpenLinksResponse { links }))
     }
 

@@ -16,7 +16,7 @@ const MAX_LINKS_AT_ONCE: usize = 16;
 const MAX_CREDITS: u32 = 4;
 
 impl Sessions {
-    /// Grants links to a session, all or none.
+    /// Grants host-driven links to a session, all or none.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT` names the field; `RESOURCE_EXHAUSTED` when too many links wait to be attached.
@@ -56,6 +56,8 @@ impl Sessions {
                     credits: limits.credits,
                     max_rows: limits.max_rows,
                     attach_timeout_ms,
+                    cuda_ipc: None,
+                    nccl: None,
                 })
             })
             .collect()
@@ -66,19 +68,10 @@ impl Sessions {
         session: &Session,
         link: &v1::LinkRequest,
     ) -> Result<(v1::LinkKind, GrantSpec), Status> {
-        let (agreement, wire_kind) = (&session.agreement, link.kind());
-        let kind = link_kind(wire_kind).filter(|_| agreement.link_kinds.contains(&wire_kind));
-        let kind = kind.ok_or_else(|| {
-            let agreed: Vec<_> = agreement.link_kinds.iter().map(v1::LinkKind::as_str_name).collect();
-            invalid("links.kind", format!("{}; agreed were {}", wire_kind.as_str_name(), agreed.join(", ")))
-        })?;
-        if link.credits == 0 || link.credits > MAX_CREDITS {
-            return Err(invalid("links.credits", format!("{}; expected 1 to {MAX_CREDITS}", link.credits)));
-        }
-        let most = agreement.max_tokens_per_stage;
-        if link.max_rows == 0 || link.max_rows > most {
-            return Err(invalid("links.max_rows", format!("{}; agreed were 1 to {most}", link.max_rows)));
-        }
+        let wire_kind = link.kind();
+        let kind = link_kind(wire_kind).filter(|_| session.agreement.link_kinds.contains(&wire_kind));
+        let kind = kind.ok_or_else(|| not_agreed(session, wire_kind))?;
+        check_sizes(session, link)?;
         let max_body_bytes = Limits::body_bytes(link.max_rows, self.engine().spec().max_row_bytes())
             .ok_or_else(|| invalid("links.max_rows", format!("{} rows do not fit a frame", link.max_rows)))?;
         let peer = session.place.to_string();
@@ -124,7 +117,23 @@ fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
     }
 }
 
-fn invalid(field: &str, what: String) -> Status {
+pub(super) fn not_agreed(session: &Session, kind: v1::LinkKind) -> Status {
+    let agreed: Vec<_> = session.agreement.link_kinds.iter().map(v1::LinkKind::as_str_name).collect();
+    invalid("links.kind", format!("{}; agreed were {}", kind.as_str_name(), agreed.join(", ")))
+}
+
+pub(super) fn check_sizes(session: &Session, link: &v1::LinkRequest) -> Result<(), Status> {
+    if link.credits == 0 || link.credits > MAX_CREDITS {
+        return Err(invalid("links.credits", format!("{}; expected 1 to {MAX_CREDITS}", link.credits)));
+    }
+    let most = session.agreement.max_tokens_per_stage;
+    if link.max_rows == 0 || link.max_rows > most {
+        return Err(invalid("links.max_rows", format!("{}; agreed were 1 to {most}", link.max_rows)));
+    }
+    Ok(())
+}
+
+pub(super) fn invalid(field: &str, what: String) -> Status {
     detailed(
         Code::InvalidArgument,
         format!("`{field}`: {what}"),

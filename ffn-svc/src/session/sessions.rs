@@ -55,6 +55,7 @@ pub struct Session {
     /// What its steps cost.
     pub accounts: Arc<StepAccounts>,
     has_steps: AtomicBool,
+    has_stream_links: AtomicBool,
     ended: CancellationToken,
     why: OnceLock<String>,
 }
@@ -68,6 +69,15 @@ impl Session {
     /// Why it ended, if it did.
     pub fn end(&self) -> Option<&str> {
         self.why.get().map(String::as_str)
+    }
+
+    /// Whether its plans concern the engine: it has, or is about to have, a link that a stream drives.
+    pub fn has_stream_links(&self) -> bool {
+        self.has_stream_links.load(Ordering::Acquire)
+    }
+
+    pub(super) fn expect_stream_links(&self) {
+        self.has_stream_links.store(true, Ordering::Release);
     }
 
     /// Whether this is the session's first control stream.
@@ -161,6 +171,7 @@ impl Sessions {
                 self.settings.spans.is_on(),
             )),
             has_steps: AtomicBool::new(false),
+            has_stream_links: AtomicBool::new(false),
             ended: CancellationToken::new(),
             why: OnceLock::new(),
         });

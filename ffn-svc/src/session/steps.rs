@@ -10,11 +10,11 @@ use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tonic::{Code, Status, Streaming};
 
-use super::plans::{PlanBook, PlanError, PlanLimits};
+use super::plans::{Accepted, PlanBook, PlanError, PlanLimits};
 use super::sessions::{Session, Sessions};
 use super::status::detailed;
 use super::trace;
-use crate::engine::{HopTimes, Planned, StepAccount};
+use crate::engine::{GraphUse, HopTimes, Planned, PlannedStep, StepAccount};
 
 /// Messages that wait for a slow reader; reports beyond that stay on the session's accounts.
 pub(super) const OUT_QUEUE: usize = 64;
@@ -137,12 +137,15 @@ impl Stream<'_> {
                 return Err(PlanError::Fenced { step: plan.step_id, why }.into());
             }
             Some(v1::steps_request::Message::Plan(plan)) => {
-                self.book.accept(&plan)?;
+                let accepted = self.book.accept(&plan)?;
                 let stages = plan.padded_tokens.len() as u32;
                 // What is malformed is ignored, as the standard asks.
                 let trace = plan.traceparent.parse().ok().filter(|_| plan.sampled);
                 let planned = Planned { stages, profile: plan.profile, trace };
                 self.session.accounts.handle_plan(StepId(plan.step_id), planned);
+                if self.session.has_stream_links() && accepted == Accepted::New {
+                    self.sessions.engine().plan(self.session.tag, as_step(&plan));
+                }
                 tracing::trace!(
                     peer = %self.session.place, step = plan.step_id, revision = plan.revision,
                     traceparent = plan.traceparent, "plan"
@@ -193,6 +196,20 @@ impl Stream<'_> {
 
 fn response(message: v1::steps_response::Message) -> v1::StepsResponse {
     v1::StepsResponse { message: Some(message) }
+}
+
+/// What a link that a stream drives has to know of a plan.
+fn as_step(plan: &v1::StepPlan) -> PlannedStep {
+    PlannedStep {
+        step: StepId(plan.step_id),
+        stage_rows: plan.padded_tokens.clone(),
+        phase: plan.phase,
+        graph: match (plan.graph_capture, plan.graph_replay) {
+            (true, _) => GraphUse::Capture,
+            (_, true) => GraphUse::Replay,
+            _ => GraphUse::None,
+        },
+    }
 }
 
 fn report(account: StepAccount) -> v1::StepReport {

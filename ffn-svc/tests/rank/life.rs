@@ -154,7 +154,7 @@ impl StageModel for Mortal {
         StageSpec { hidden_size: 2, activations: RowType::F32, shard: Shard::WHOLE, layers: vec![layer] }
     }
 
-    fn forward(&self, _: LayerIdx, _: &Tensor, _: &Side) -> Result<Tensor, String> {
+    fn forward(&mut self, _: LayerIdx, _: &Tensor, _: &Side) -> Result<Tensor, String> {
         panic!("out of order")
     }
 }

@@ -126,7 +126,12 @@ async fn links_are_granted_as_agreed_and_attached_once() {
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains(part) && status.message().contains("LINK_KIND_TCP"), "{status:?}");
     }
-    let wrong = |credits, max_rows| v1::LinkRequest { kind: v1::LinkKind::Tcp.into(), credits, max_rows };
+    let wrong = |credits, max_rows| v1::LinkRequest {
+        kind: v1::LinkKind::Tcp.into(),
+        credits,
+        max_rows,
+        ..Default::default()
+    };
     for (link, field) in
         [(wrong(0, 1), "links.credits"), (wrong(5, 1), "links.credits"), (wrong(1, 65), "links.max_rows")]
     {
