@@ -88,7 +88,8 @@ pub struct ServeArgs {
     /// Deployment that the attention ranks belong to; several may share an FFN [default: default]
     #[arg(long, value_name = "NAME", help_heading = "FFN")]
     pub deployment: Option<String>,
-    /// How rows travel: auto (the best that both ends offer), shm, tcp or inline (over gRPC) [default: auto]
+    /// How rows travel: auto (the best that both ends offer), between GPUs cuda-ipc or nccl, else shm, tcp or inline (over
+    /// gRPC) [default: auto]
     #[arg(long, value_name = "KIND", help_heading = "FFN")]
     pub link: Option<LinkChoice>,
     /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]

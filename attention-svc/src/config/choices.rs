@@ -121,11 +121,15 @@ impl From<StageChoice> for NumberOrWord {
 
 /// How rows travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum LinkChoice {
     /// The best kind that both ends offer.
     #[default]
     Auto,
+    /// Device memory of GPUs of one host, driven by a stream.
+    CudaIpc,
+    /// NCCL between GPUs, of one host or several, driven by a stream.
+    Nccl,
     /// A ring in shared memory; the FFN must be on this host.
     Shm,
     /// Frames on a TCP connection.
@@ -135,14 +139,25 @@ pub enum LinkChoice {
 }
 
 impl LinkChoice {
-    /// Kinds to offer, the best first.
-    pub fn kinds(self) -> Vec<LinkKind> {
-        match self {
-            Self::Auto => vec![LinkKind::Shm, LinkKind::Tcp, LinkKind::Inline],
-            Self::Shm => vec![LinkKind::Shm],
-            Self::Tcp => vec![LinkKind::Tcp],
-            Self::Inline => vec![LinkKind::Inline],
-        }
+    /// Kinds to offer, the best first; those that a stream drives only where attention has a GPU.
+    pub fn kinds(self, on_gpu: bool) -> Vec<LinkKind> {
+        let kinds: &[LinkKind] = match self {
+            Self::Auto if on_gpu => {
+                &[LinkKind::CudaIpc, LinkKind::Nccl, LinkKind::Shm, LinkKind::Tcp, LinkKind::Inline]
+            }
+            Self::Auto => &[LinkKind::Shm, LinkKind::Tcp, LinkKind::Inline],
+            Self::CudaIpc => &[LinkKind::CudaIpc],
+            Self::Nccl => &[LinkKind::Nccl],
+            Self::Shm => &[LinkKind::Shm],
+            Self::Tcp => &[LinkKind::Tcp],
+            Self::Inline => &[LinkKind::Inline],
+        };
+        kinds.to_vec()
+    }
+
+    /// Whether it needs attention to be on a GPU.
+    pub fn needs_gpu(self) -> bool {
+        matches!(self, Self::CudaIpc | Self::Nccl)
     }
 }
 
@@ -152,10 +167,12 @@ impl FromStr for LinkChoice {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "auto" => Ok(Self::Auto),
+            "cuda-ipc" => Ok(Self::CudaIpc),
+            "nccl" => Ok(Self::Nccl),
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
             "inline" => Ok(Self::Inline),
-            other => Err(format!("{other:?} is no kind of link; known are auto, shm, tcp and inline")),
+            other => Err(format!("{other:?} is no kind of link; known are auto, cuda-ipc, nccl, shm, tcp and inline")),
         }
     }
 }

@@ -104,7 +104,7 @@ fn a_file_says_the_same_and_the_command_line_wins() {
     assert_eq!(config.capacity.max_queue, 8);
     assert_eq!(config.capacity.kv_cache, KvRequest::Memory(ByteSize(1 << 30)));
     assert_eq!(config.ffn.join_timeout, Duration::from_secs(5));
-    assert_eq!(config.ffn.link.kinds(), [afd_common::link::LinkKind::Inline]);
+    assert_eq!(config.ffn.link.kinds(false), [afd_common::link::LinkKind::Inline]);
     assert!(!config.capacity.prefix_cache);
     writeln!(file, "max-queu = 1").unwrap();
     let error = parse(&["--config", path]).unwrap_err();

@@ -6,6 +6,8 @@
 //!
 //! Whatever libtorch computes (prompts, and everything that our kernels are not made for) runs on [`Gpu::stream`],
 //! because the engine's thread holds a guard for it: one stream, so nothing needs to be ordered by hand.
+use std::sync::Arc;
+
 use afd_common::config::device::DeviceChoice;
 use afd_ffi::cuda::{CudaError, StreamGuard};
 use afd_gpu::{Device, GpuError, Stream};
@@ -24,10 +26,11 @@ pub use decoder::{Decoder, GraphSettings};
 pub use local_ffn::LocalFfn;
 pub use stream_ffn::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
 
-/// A GPU and the stream that the engine's thread uses.
+/// A GPU and the stream that the engine's thread uses. Clones are the same.
+#[derive(Clone)]
 pub struct Gpu {
     device: Device,
-    stream: Stream,
+    stream: Arc<Stream>,
 }
 
 impl Gpu {
@@ -38,7 +41,7 @@ impl Gpu {
     pub fn open(choice: DeviceChoice) -> Result<Option<Self>, GpuError> {
         let DeviceChoice::Cuda(ordinal) = choice else { return Ok(None) };
         let device = Device::open(ordinal)?;
-        Ok(Some(Self { stream: device.stream()?, device }))
+        Ok(Some(Self { stream: Arc::new(device.stream()?), device }))
     }
 
     /// The device.
@@ -47,7 +50,7 @@ impl Gpu {
     }
 
     /// Where everything runs.
-    pub fn stream(&self) -> &Stream {
+    pub fn stream(&self) -> &Arc<Stream> {
         &self.stream
     }
 

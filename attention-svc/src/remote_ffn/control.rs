@@ -19,8 +19,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
 use super::hop_table::EdgeId;
-use super::joining::{self, Target};
+use super::joining::{self, Opened, Target};
 use super::roster::{NotSeated, Process, Roster};
+use super::stream_edge::StreamEdge;
+use super::stream_joining::StreamSettings;
 
 /// Plans waiting for the control stream: a few steps' worth.
 const PLAN_QUEUE: usize = 16;
@@ -38,6 +40,8 @@ pub struct ControlSettings {
     pub model: v1::ModelIdentity,
     /// In order of preference.
     pub link_kinds: Vec<LinkKind>,
+    /// For links that a stream drives; none without a GPU.
+    pub stream: Option<StreamSettings>,
     /// Stages in flight to ask for: also the link's credits.
     pub max_stages: u32,
     /// Tokens of one stage to ask for.
@@ -283,26 +287,29 @@ impl<'a> Control<'a> {
         let steps = joining::within(limit, "steps", client.steps(ReceiverStream::new(requests))).await?;
         let link = joining::open_link(&mut client, channel, &target, &peer, &joined, shared).await?;
 
-        let kind = link.limits().kind;
         let id = EdgeId(shared.next_edge.fetch_add(1, Ordering::Relaxed));
         let (plan_sender, plans) = mpsc::channel(PLAN_QUEUE);
         let (abandon, abandoned) = mpsc::channel(1);
         let life = Arc::new(Life::new(shared.started));
         let control = EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) };
-        let edge = Edge {
-            id,
-            peer,
-            shard,
-            combine_dtype,
-            link,
-            control: Some(control),
-            hop_seconds: None,
-            draining: false,
+        let draining = false;
+        let (kind, up) = match link {
+            Opened::Host(link) => {
+                let (kind, control) = (link.limits().kind, Some(control));
+                let edge = Edge { id, peer, shard, combine_dtype, link, control, hop_seconds: None, draining };
+                (kind, EdgeEvent::Up(edge))
+            }
+            Opened::Stream(link) => {
+                let kind = link.kind;
+                let edge = StreamEdge { id, peer, shard, link, control, stats: None, draining };
+                (kind, EdgeEvent::StreamUp(Box::new(edge)))
+            }
         };
         self.set_state(PeerState::Up { shard, link: kind, life: Arc::clone(&life) });
-        shared.tell(EdgeEvent::Up(edge));
+        shared.tell(up);
         let lease = Duration::from_millis(joined.lease_ms.max(100).into());
-        let talk = Talk { id, shared, life, lease, to_rank, last_hop: (0, 0) };
+        let steps_may_fail = kind.is_stream_driven();
+        let talk = Talk { id, shared, life, lease, to_rank, last_hop: (0, 0), steps_may_fail };
         let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
         shared.tell(EdgeEvent::Down { id, why: why.clone() });
         Err(SessionError::Broken(why))
@@ -317,6 +324,8 @@ struct Talk<'a> {
     lease: Duration,
     to_rank: mpsc::Sender<v1::StepsRequest>,
     last_hop: (u64, u32),
+    /// A step that failed ends the link: the FFN has given it up already.
+    steps_may_fail: bool,
 }
 
 impl Talk<'_> {
@@ -344,8 +353,10 @@ impl Talk<'_> {
                     Ok(Err(status)) => return format!("control stream failed: {}", status.message()),
                     Ok(Ok(None)) => return "ended the control stream".to_owned(),
                     Ok(Ok(Some(response))) => {
-                        self.handle(response);
-                        continue;
+                        match self.handle(response) {
+                            Some(why) => return why,
+                            None => continue,
+                        }
                     }
                 },
             };
@@ -356,7 +367,8 @@ impl Talk<'_> {
         }
     }
 
-    fn handle(&mut self, response: v1::StepsResponse) {
+    /// Takes a message in. Why the session is over, if it says so.
+    fn handle(&mut self, response: v1::StepsResponse) -> Option<String> {
         match response.message {
             Some(v1::steps_response::Message::Heartbeat(beat)) => {
                 let begun = (beat.last_step_id, beat.last_layer);
@@ -372,6 +384,8 @@ impl Talk<'_> {
                     compute_us = report.compute_us,
                     "step report"
                 );
+                let failed = report.error.filter(|_| self.steps_may_fail);
+                return failed.map(|error| format!("step {} failed there: {}", report.step_id, error.message));
             }
             Some(v1::steps_response::Message::Draining(draining)) => {
                 tracing::info!(remaining_ms = draining.remaining_ms, "FFN rank is draining");
@@ -379,6 +393,7 @@ impl Talk<'_> {
             }
             None => {}
         }
+        None
     }
 }
 

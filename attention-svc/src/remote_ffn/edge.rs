@@ -15,6 +15,7 @@ use afd_common::telemetry::metrics::Histogram;
 use tokio::sync::mpsc;
 
 use super::hop_table::EdgeId;
+use super::stream_edge::StreamEdge;
 
 /// A joined FFN rank with an open link, as the engine holds it.
 pub struct Edge {
@@ -99,10 +100,17 @@ impl Edge {
     pub fn abandon(mut self, why: &str, now: Instant) {
         self.link.close(why);
         if let Some(control) = &self.control {
-            control.life.handle_lost(now);
-            // A full queue holds an earlier reason; a closed one means that the task has ended by itself.
-            let _ = control.abandon.try_send(why.to_owned());
+            control.abandon(why, now);
         }
+    }
+}
+
+impl EdgeControl {
+    /// The engine gives the edge up.
+    pub fn abandon(&self, why: &str, now: Instant) {
+        self.life.handle_lost(now);
+        // A full queue holds an earlier reason; a closed one means that the task has ended by itself.
+        let _ = self.abandon.try_send(why.to_owned());
     }
 }
 
@@ -110,6 +118,8 @@ impl Edge {
 pub enum EdgeEvent {
     /// A rank has joined and its link is open.
     Up(Edge),
+    /// The same, over a link that a stream drives.
+    StreamUp(Box<StreamEdge>),
     /// The session of an edge has ended.
     Down {
         /// Which edge.

@@ -1,14 +1,40 @@
 //! The live edges of every shard, and which of them this attention rank uses.
+use afd_common::ids::Shard;
+
 use super::edge::Edge;
 use super::hop_table::EdgeId;
 
+/// What is kept by shard: an edge whose link the host drives, or one that a stream drives.
+pub trait OfShard {
+    /// Never reused.
+    fn id(&self) -> EdgeId;
+    /// Which part of every layer its rank owns.
+    fn shard(&self) -> Shard;
+    /// Its rank said that it is about to stop.
+    fn is_draining(&self) -> bool;
+}
+
+impl OfShard for Edge {
+    fn id(&self) -> EdgeId {
+        self.id
+    }
+
+    fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    fn is_draining(&self) -> bool {
+        self.draining
+    }
+}
+
 /// Edges by shard; without shards until the first rank has joined and said how many there are.
-pub struct Edges {
-    shards: Vec<Vec<Edge>>,
+pub struct Edges<E = Edge> {
+    shards: Vec<Vec<E>>,
     rank: usize,
 }
 
-impl Edges {
+impl<E: OfShard> Edges<E> {
     /// None yet. Attention ranks are spread over the replicas of a shard by their own `rank`.
     pub fn new(rank: u32) -> Self {
         Self { shards: Vec::new(), rank: rank as usize }
@@ -30,18 +56,18 @@ impl Edges {
     }
 
     /// All edges.
-    pub fn iter(&self) -> impl Iterator<Item = &Edge> {
+    pub fn iter(&self) -> impl Iterator<Item = &E> {
         self.shards.iter().flatten()
     }
 
     /// All edges.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Edge> {
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut E> {
         self.shards.iter_mut().flatten()
     }
 
     /// Takes an edge in, or gives it back with the reason when it belongs to another arrangement.
-    pub fn adopt(&mut self, edge: Edge) -> Result<(), (Edge, String)> {
-        let count = edge.shard.count() as usize;
+    pub fn adopt(&mut self, edge: E) -> Result<(), (E, String)> {
+        let count = edge.shard().count() as usize;
         if self.shards.is_empty() {
             self.shards.resize_with(count, Vec::new);
         }
@@ -51,14 +77,15 @@ impl Edges {
                 format!("this deployment has {} shards, the rank says {count}", self.shards.len()),
             ));
         }
-        self.shards[edge.shard.index() as usize].push(edge);
+        let index = edge.shard().index() as usize;
+        self.shards[index].push(edge);
         Ok(())
     }
 
     /// Takes an edge out.
-    pub fn remove(&mut self, id: EdgeId) -> Option<Edge> {
+    pub fn remove(&mut self, id: EdgeId) -> Option<E> {
         self.shards.iter_mut().find_map(|edges| {
-            let index = edges.iter().position(|edge| edge.id == id)?;
+            let index = edges.iter().position(|edge| edge.id() == id)?;
             Some(edges.remove(index))
         })
     }
@@ -69,13 +96,13 @@ impl Edges {
     }
 
     /// The edge of a shard that this attention rank uses. One that drains is the last resort.
-    pub fn choose(&mut self, shard: usize) -> Option<&mut Edge> {
+    pub fn choose(&mut self, shard: usize) -> Option<&mut E> {
         let edges = self.shards.get_mut(shard)?;
-        let staying = edges.iter().filter(|edge| !edge.draining).count();
+        let staying = edges.iter().filter(|edge| !edge.is_draining()).count();
         if staying == 0 {
             let nth = self.rank.checked_rem(edges.len())?;
             return edges.get_mut(nth);
         }
-        edges.iter_mut().filter(|edge| !edge.draining).nth(self.rank % staying)
+        edges.iter_mut().filter(|edge| !edge.is_draining()).nth(self.rank % staying)
     }
 }

@@ -18,6 +18,8 @@ use tonic::Code;
 use tonic::transport::Channel;
 
 use super::control::{SessionError, Shared};
+use super::stream_edge::StreamLink;
+use super::stream_joining::{self, NotOpened};
 
 /// Where a rank is, and how it proves who it is: in the clear it does not.
 #[derive(Clone, Debug)]
@@ -97,7 +99,16 @@ pub(super) fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result
     }
 }
 
-/// The best link that both sides offer and that works between them: shared memory needs more than an offer.
+/// An open link, by who drives it.
+pub(super) enum Opened {
+    /// The host.
+    Host(Box<dyn HopLink>),
+    /// A CUDA stream.
+    Stream(StreamLink),
+}
+
+/// The best link that both sides offer and that works between them: shared memory, on a host or a device, needs more than
+/// an offer.
 pub(super) async fn open_link(
     client: &mut FfnControlServiceClient<Channel>,
     channel: Channel,
@@ -105,10 +116,23 @@ pub(super) async fn open_link(
     peer: &str,
     joined: &v1::JoinResponse,
     shared: &Shared,
-) -> Result<Box<dyn HopLink>, SessionError> {
+) -> Result<Opened, SessionError> {
     let wanted = shared.settings.link_kinds.iter().copied();
     let mut common = wanted.filter(|kind| joined.link_kinds.contains(&wire_kind(*kind).into())).peekable();
     while let Some(kind) = common.next() {
+        if kind.is_stream_driven() {
+            match stream_joining::open(client, kind, joined, shared).await {
+                Ok(link) => return Ok(Opened::Stream(link)),
+                Err(NotOpened::NextKind(what)) if common.peek().is_some() => {
+                    tracing::info!(peer, %kind, what, "trying the next kind of link");
+                    continue;
+                }
+                Err(NotOpened::NextKind(what)) => {
+                    return Err(SessionError::Refused(format!("open links: {kind}: {what} (--link)")));
+                }
+                Err(NotOpened::Ends(error)) => return Err(error),
+            }
+        }
         let (ticket, limits) = grant(client, kind, peer, joined, shared).await?;
         match attach(kind, channel.clone(), target.clone(), ticket, limits, shared).await {
             Err(AttachError::NotShared { peer, what }) if common.peek().is_some() => {
@@ -118,7 +142,10 @@ pub(super) async fn open_link(
                     "no memory is shared with this FFN rank: trying the next kind of link"
                 );
             }
-            attached => return attached.map_err(|error| SessionError::broken("attach", error)),
+            attached => {
+                let attached = attached.map(Opened::Host);
+                return attached.map_err(|error| SessionError::broken("attach", error));
+            }
         }
     }
     Err(SessionError::Refused("join: no link kind in common (--link)".into()))
@@ -137,6 +164,7 @@ async fn grant(
         kind: wire_kind(kind).into(),
         credits: settings.max_stages,
         max_rows: settings.max_tokens_per_stage,
+        ..v1::LinkRequest::default()
     };
     let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
     let opened = within(settings.phase_timeout, "open links", client.open_links(request)).await?.into_inner();
@@ -175,12 +203,14 @@ async fn attach(
 }
 
 /// The protocol's name of a link kind.
-fn wire_kind(kind: LinkKind) -> v1::LinkKind {
+pub(super) fn wire_kind(kind: LinkKind) -> v1::LinkKind {
     match kind {
         LinkKind::Loopback => v1::LinkKind::Loopback,
         LinkKind::Tcp => v1::LinkKind::Tcp,
         LinkKind::Inline => v1::LinkKind::Inline,
         LinkKind::Shm => v1::LinkKind::Shm,
+        LinkKind::Nccl => v1::LinkKind::Nccl,
+        LinkKind::CudaIpc => v1::LinkKind::CudaIpc,
     }
 }
 

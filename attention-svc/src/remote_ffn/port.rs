@@ -14,6 +14,7 @@ use afd_common::link::{Doorbell, LinkError};
 use afd_common::placement::Placement;
 use afd_common::proto::v1;
 use afd_common::routing::{Routing, balanced_ids};
+use afd_gpu::Stream;
 use crossbeam_channel::Receiver;
 use tch::{Device, TchError, Tensor};
 
@@ -26,6 +27,9 @@ use super::outstanding::{Outstanding, row_kind};
 use super::recorder::HopRecorder;
 use super::routes::Share;
 use super::stats::FfnStats;
+use super::stream_edge::StreamEdge;
+use super::streams::{StreamPlace, Streams, decode_plan};
+use crate::device::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
 use crate::engine::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 use crate::scheduler::Phase;
 
@@ -48,6 +52,8 @@ pub struct PortSettings {
     pub model: Arc<ModelConfig>,
     /// How experts are chosen and where they are.
     pub experts: ExpertRules,
+    /// Where links that a stream drives begin; none without a GPU.
+    pub place: Option<StreamPlace>,
 }
 
 impl PortSettings {
@@ -70,6 +76,8 @@ pub struct RemoteFfn {
     bell: Doorbell,
     events: Receiver<EdgeEvent>,
     edges: Edges,
+    /// Ranks whose links a stream drives; where every shard has one, steps go that way.
+    streams: Option<Streams>,
     hops: Outstanding,
     /// Of the hop that is being added up; empty otherwise.
     parts: Vec<(usize, Tensor)>,
@@ -111,6 +119,7 @@ impl RemoteFfn {
         let started = clock.now();
         Self {
             edges: Edges::new(settings.rank),
+            streams: settings.place.clone().map(|place| Streams::new(place, settings.rank)),
             settings,
             bell,
             events,
@@ -144,8 +153,10 @@ impl RemoteFfn {
         while let Ok(event) = self.events.try_recv() {
             match event {
                 EdgeEvent::Up(edge) => self.handle_up(edge),
+                EdgeEvent::StreamUp(edge) => self.handle_stream_up(*edge),
                 EdgeEvent::Down { id, why } => self.handle_down(id, &why),
                 EdgeEvent::Draining { id } => {
+                    self.streams.iter_mut().for_each(|streams| streams.handle_draining(id));
                     if let Some(edge) = self.edges.iter_mut().find(|edge| edge.id == id) {
                         edge.draining = true;
                     }
@@ -178,7 +189,25 @@ impl RemoteFfn {
         self.note_readiness();
     }
 
+    fn handle_stream_up(&mut self, edge: StreamEdge) {
+        let now = self.clock.now();
+        match &mut self.streams {
+            Some(streams) => streams.handle_up(edge, &self.stats, now),
+            None => edge.abandon("this attention rank has no GPU (--device)", now),
+        }
+        let num_shards = self.streams.as_ref().map_or(0, Streams::num_shards);
+        self.stats.handle_shards(num_shards);
+        self.note_readiness();
+    }
+
     fn handle_down(&mut self, id: EdgeId, why: &str) {
+        let now = self.clock.now();
+        if let Some(streams) = &mut self.streams
+            && streams.handle_down(id, why, &self.stats, now)
+        {
+            self.note_readiness();
+            return;
+        }
         if let Some(edge) = self.edges.remove(id) {
             let replays = self.hops.table.handle_loss(id);
             self.stats.handle_loss(replays);
@@ -190,9 +219,24 @@ impl RemoteFfn {
     }
 
     fn note_readiness(&mut self) {
-        let ready = self.edges.is_complete();
+        let ready = self.is_complete();
         self.stats.set_ready(ready);
         self.bereft_since = if ready { None } else { self.bereft_since.or_else(|| Some(self.clock.now())) };
+    }
+
+    /// Whether every shard has a rank, all by links of one sort.
+    fn is_complete(&self) -> bool {
+        self.edges.is_complete() || self.by_stream()
+    }
+
+    fn streams(&mut self) -> Result<&mut Streams, FfnLoss> {
+        let none = || FfnLoss::Fatal { what: "no link is driven by a stream".into() };
+        self.streams.as_mut().ok_or_else(none)
+    }
+
+    /// Whether steps go by links that a stream drives.
+    fn by_stream(&self) -> bool {
+        self.streams.as_ref().is_some_and(Streams::is_complete)
     }
 
     // ---- rows go out
@@ -358,6 +402,15 @@ impl RemoteFfn {
 impl FfnPort for RemoteFfn {
     fn begin_step(&mut self, outline: &StepOutline) -> Result<(), FfnLoss> {
         self.idle();
+        if self.by_stream()
+            && let Some(streams) = &mut self.streams
+        {
+            let plan = step_plan(outline);
+            streams.announce(&plan, &self.stats, self.clock.now())?;
+            streams.begin_step(outline.stage_rows.len());
+            self.recorder.begin_step(false);
+            return Ok(());
+        }
         if let Some(shard) = self.edges.first_bereft() {
             return Err(self.unavailable(shard));
         }
@@ -371,6 +424,10 @@ impl FfnPort for RemoteFfn {
     }
 
     fn dispatch(&mut self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<(), FfnLoss> {
+        if let Some(streams) = self.streams.as_mut().filter(|streams| streams.in_step()) {
+            self.stats.handle_dispatch(rows.size().first().map_or(0, |&rows| rows as u32));
+            return streams.dispatch(hop, rows);
+        }
         self.recorder.handle_dispatch();
         let kept =
             self.keep(hop, rows, side).map_err(|what| FfnLoss::Fatal { what: format!("{hop}: {what}") })?;
@@ -381,6 +438,12 @@ impl FfnPort for RemoteFfn {
 
     fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss> {
         let begun = self.clock.now();
+        if let Some(streams) = self.streams.as_mut().filter(|streams| streams.in_step()) {
+            let (hidden_size, kind) = (self.settings.hidden_size, row_kind(self.settings.rows));
+            let sum = streams.combine(hop, hidden_size, kind, &self.stats, begun);
+            self.stats.handle_combine(self.clock.now() - begun);
+            return sum;
+        }
         self.recorder.handle_wait(hop, begun);
         loop {
             let seen = self.bell.count();
@@ -416,6 +479,17 @@ impl FfnPort for RemoteFfn {
     fn end_step(&mut self, _step: StepId) {
         self.hops.clear();
         self.announced = None;
+        let now = self.clock.now();
+        if let Some(streams) = &mut self.streams {
+            streams.end_step(&self.stats, now);
+        }
+        self.note_readiness();
+    }
+
+    fn stream(&mut self) -> Option<&mut dyn StreamFfn> {
+        // Looked at first: what was captured may be of no more use.
+        self.idle();
+        if self.by_stream() { Some(self) } else { None }
     }
 
     fn hop_records(&self) -> &[HopRecord] {
@@ -423,7 +497,7 @@ impl FfnPort for RemoteFfn {
     }
 
     fn ready(&self) -> bool {
-        self.edges.is_complete()
+        self.is_complete()
     }
 
     fn standing(&self) -> String {
@@ -433,6 +507,45 @@ impl FfnPort for RemoteFfn {
     fn idle(&mut self) {
         self.handle_events();
         self.poll_links();
+    }
+}
+
+/// Whole decode steps, over links that a stream drives.
+impl StreamFfn for RemoteFfn {
+    fn max_rows(&self) -> usize {
+        self.streams.as_ref().map_or(0, Streams::max_rows)
+    }
+
+    /// The ranks have made everything when they joined.
+    fn prepare(&mut self, _padded_rows: &[usize]) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
+    fn announce(&mut self, step: StepId, padded_rows: &[usize], run: StepRun) -> Result<(), FfnLoss> {
+        let (plan, now) = (decode_plan(step, padded_rows, run), self.clock.now());
+        let stats = Arc::clone(&self.stats);
+        self.streams()?.announce(&plan, &stats, now)
+    }
+
+    fn dispatch(&mut self, stream: &Stream, hop: StreamHop, rows: &HopRows<'_>) -> Result<(), FfnLoss> {
+        let StreamHop { layer, stage, padded_rows } = hop;
+        self.streams()?.put_hop(stream, layer, stage.0.into(), padded_rows, rows)
+    }
+
+    fn combine(&mut self, stream: &Stream, hop: StreamHop) -> Result<Summand, FfnLoss> {
+        let StreamHop { layer, stage, padded_rows } = hop;
+        self.streams()?.wait_hop(stream, layer, stage.0.into(), padded_rows)
+    }
+
+    fn check(&mut self) -> Result<(), FfnLoss> {
+        let (stats, now) = (Arc::clone(&self.stats), self.clock.now());
+        let checked = self.streams()?.check(&stats, now);
+        self.note_readiness();
+        checked
+    }
+
+    fn generation(&self) -> u64 {
+        self.streams.as_ref().map_or(0, Streams::generation)
     }
 }
 

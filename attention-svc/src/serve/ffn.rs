@@ -21,6 +21,8 @@ use crate::remote_ffn::connect::{self, Way};
 use crate::remote_ffn::control::{ControlSettings, Peer};
 use crate::remote_ffn::directory::{Directory, DirectoryError};
 use crate::remote_ffn::port::PortSettings;
+use crate::remote_ffn::stream_joining::StreamSettings;
+use crate::remote_ffn::streams::StreamPlace;
 
 /// Added to the hop timeout per outstanding row, so that a long prefill is not taken for a death.
 const HOP_TIMEOUT_PER_ROW: Duration = Duration::from_millis(5);
@@ -55,6 +57,12 @@ pub(super) async fn open(
         loss_timeout: config.ffn.loss_timeout,
         model: Arc::new(loaded.config.clone()),
         experts: loaded.experts.clone(),
+        place: loaded.gpu.as_ref().map(|gpu| StreamPlace {
+            device: gpu.device().clone(),
+            stream: Arc::clone(gpu.stream()),
+            num_layers: u16::try_from(loaded.config.num_layers()).unwrap_or(u16::MAX),
+            patience: config.ffn.hop_timeout,
+        }),
     };
     let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
     let credits = config.capacity.stages.max_stages as u32;
@@ -82,6 +90,12 @@ pub(super) async fn open(
                 identity: by.identity.clone(),
                 model: loaded.identity.clone(),
                 link_kinds: by.link_kinds.clone(),
+                stream: loaded.gpu.as_ref().map(|gpu| StreamSettings {
+                    device: gpu.device().clone(),
+                    hidden_size: loaded.config.hidden_size,
+                    rows: loaded.rows,
+                    patience: config.ffn.hop_timeout,
+                }),
                 max_stages: credits,
                 max_tokens_per_stage: max_rows,
                 max_row_bytes: loaded.max_row_bytes(config.ffn.gate),

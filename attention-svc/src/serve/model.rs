@@ -29,8 +29,8 @@ pub(super) struct Loaded {
     pub(super) identity: v1::ModelIdentity,
     pub(super) experts: ExpertRules,
     pub(super) weights: Weights,
-    /// The GPU, when there is one.
-    pub(super) device: Option<Device>,
+    /// Where all of it is, when that is a GPU.
+    pub(super) gpu: Option<Gpu>,
     kv: KvPlan,
 }
 
@@ -101,12 +101,11 @@ pub(super) fn load(
         );
     }
     let attention = CachedAttention::new(attention, cache)?;
-    let device = gpu.as_ref().map(|gpu| gpu.device().clone());
-    let attention = match gpu {
+    let attention = match gpu.clone() {
         None => attention,
         Some(gpu) => attention.on(gpu, capacity.graphs.clone())?,
     };
-    Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, device, kv })
+    Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, gpu, kv })
 }
 
 fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<ExpertRules, ServeError> {

@@ -17,8 +17,8 @@ fn config() -> ModelConfig {
         match layer {
             FfnConfig::Dense(mlp) => mlp.intermediate_size = 200,
             FfnConfig::Moe(moe) => {
-                (moe.num_experts, moe.experts_per_token, moe.intermediate_size) = (16, 3, 64);
-                moe.shared_intermediate_size = 128;
+                (moe.num_experts, moe.experts_per_token, moe.intermediate_size) = (16, 3, 128);
+                moe.shared_intermediate_size = 256;
                 moe.router.selection = Selection::Greedy;
             }
         }

@@ -423,7 +423,10 @@ impl Ring {
 
     /// The most warps up to `most` that divide `width` into chunks of 32, of which a warp holds at most 8 in registers.
     fn of(width: usize, row_tiles: usize, most: usize, limit: usize) -> Result<Self, GpuError> {
-        let divides = |warps: &usize| (width / 32).is_multiple_of(*warps) && width / 32 / warps <= 8;
+        // Each row tile's sum is one warp's work.
+        let divides = |warps: &usize| {
+            (width / 32).is_multiple_of(*warps) && width / 32 / warps <= 8 && *warps >= row_tiles
+        };
         let warps = (1..=most).rev().find(divides).or_else(|| (most..=limit).find(divides));
         let warps = warps.ok_or_else(|| GpuError::unsupported(format!("inner dimension {width}")))?;
         let stage = 16 * (width * 2 + 64);
@@ -481,10 +484,11 @@ mod tests {
             MoeShape { hidden: 2000, ..LITE },
             MoeShape { intermediate: 1400, ..LITE },
             MoeShape { num_experts: 60, ..LITE },
+            MoeShape { intermediate: 64, ..LITE }, // two warps cannot add up four row tiles
             MoeShape { top_k: 0, ..LITE },
             MoeShape { num_experts: 0, top_k: 0, num_shared: 0, ..LITE },
         ] {
-            assert!(matches!(Plan::of(&shape, 8), Err(GpuError::Unsupported { .. })), "{shape:?}");
+            assert!(matches!(Moe::check(&shape), Err(GpuError::Unsupported { .. })), "{shape:?}");
         }
         assert!(Plan::of(&LITE, 257).is_err());
     }

@@ -1,0 +1,165 @@
+//! Opens a link that a CUDA stream drives: memory of both ends is exchanged over `OpenLinks` and mapped, or both join what
+//! the FFN has named. Blocking calls to the device run beside tokio's own threads.
+use std::time::Duration;
+
+use afd_common::frame::RowType;
+use afd_common::ids::Epoch;
+use afd_common::link::LinkKind;
+use afd_common::proto::v1;
+use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
+use afd_gpu::channel::{DeviceChannel, Landing, NcclChannel, Offer, StepChannel, StepError, StepLimits};
+use afd_gpu::nccl::UniqueId;
+use afd_gpu::Device;
+use tonic::Code;
+use tonic::transport::Channel;
+
+use super::control::{SessionError, Shared};
+use super::joining::{combine_dtype, wire_kind, within};
+use super::stream_edge::StreamLink;
+
+/// What links that a stream drives need to know of this process.
+#[derive(Clone, Debug)]
+pub struct StreamSettings {
+    /// Attention's device.
+    pub device: Device,
+    /// Width of a row, elements.
+    pub hidden_size: usize,
+    /// Element type of a row on its way out.
+    pub rows: RowType,
+    /// How long a wait on the stream waits for the FFN, and the FFN for this process.
+    pub patience: Duration,
+}
+
+/// Why a link was not opened.
+pub(super) enum NotOpened {
+    /// Another kind may work.
+    NextKind(String),
+    /// The session is of no use.
+    Ends(SessionError),
+}
+
+impl From<SessionError> for NotOpened {
+    fn from(error: SessionError) -> Self {
+        Self::Ends(error)
+    }
+}
+
+impl From<StepError> for NotOpened {
+    fn from(error: StepError) -> Self {
+        match error {
+            StepError::NotShared(_) | StepError::Lost(_) => Self::NextKind(error.to_string()),
+            _ => Self::Ends(SessionError::broken("opening the link", error)),
+        }
+    }
+}
+
+/// A link of `kind`, which a stream drives.
+pub(super) async fn open(
+    client: &mut FfnControlServiceClient<Channel>,
+    kind: LinkKind,
+    joined: &v1::JoinResponse,
+    shared: &Shared,
+) -> Result<StreamLink, NotOpened> {
+    let settings = &shared.settings;
+    let Some(stream) = settings.stream.clone() else {
+        return Err(NotOpened::NextKind(format!("{kind} needs a GPU (--device)")));
+    };
+    let units_back = combine_dtype(joined)?.bytes().div_ceil(stream.rows.bytes());
+    let (max_rows, row_bytes) =
+        (settings.max_tokens_per_stage as usize, stream.hidden_size * stream.rows.bytes());
+    let limits = StepLimits {
+        num_slots: settings.max_stages as usize,
+        max_rows: max_rows * units_back,
+        row_bytes,
+        patience: stream.patience,
+    };
+    let device = stream.device.clone();
+    let landing = match kind {
+        LinkKind::CudaIpc => {
+            let make = move || {
+                let landing = Landing::new(&device, limits, rand::random())?;
+                let offer = landing.offer()?;
+                Ok((landing, offer))
+            };
+            Some(beside(make).await?)
+        }
+        _ => None,
+    };
+    let link = v1::LinkRequest {
+        kind: wire_kind(kind).into(),
+        credits: settings.max_stages,
+        max_rows: settings.max_tokens_per_stage,
+        cuda_ipc: landing.as_ref().map(|(_, offer)| to_wire(offer)),
+        patience_ms: u32::try_from(stream.patience.as_millis()).unwrap_or(u32::MAX),
+    };
+    let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
+    let opened = match tokio::time::timeout(settings.phase_timeout, client.open_links(request)).await {
+        Ok(Err(status)) if status.code() == Code::FailedPrecondition => {
+            return Err(NotOpened::NextKind(status.message().to_owned()));
+        }
+        Ok(answer) => within(settings.phase_timeout, "open links", std::future::ready(answer)).await?,
+        Err(_) => {
+            let waited_ms = settings.phase_timeout.as_millis();
+            return Err(SessionError::Broken(format!("open links: no answer within {waited_ms} ms")).into());
+        }
+    };
+    let grant = opened.into_inner().links.into_iter().next().unwrap_or_default();
+    let (epoch, deadline) = (Epoch(grant.epoch), Duration::from_millis(grant.attach_timeout_ms.into()));
+    let device = stream.device;
+    let channel: Box<dyn StepChannel> = match (landing, grant.cuda_ipc, grant.nccl) {
+        (Some((landing, _)), Some(buffer), _) => {
+            let offer = from_wire(&buffer)?;
+            Box::new(beside(move || DeviceChannel::connect(landing, &offer)).await?)
+        }
+        (None, _, Some(ids)) => {
+            let ids = [unique_id(&ids.to_attention)?, unique_id(&ids.to_ffn)?];
+            let join = move || {
+                NcclChannel::join(&device, &device.stream()?, limits, false, ids, deadline)
+            };
+            Box::new(beside(join).await?)
+        }
+        _ => return Err(refused(format!("the answer does not say how to open {kind}")).into()),
+    };
+    Ok(StreamLink { kind, epoch, max_rows, row_bytes, units_back, channel })
+}
+
+/// Runs a call that blocks.
+async fn beside<T: Send + 'static>(
+    call: impl FnOnce() -> Result<T, StepError> + Send + 'static,
+) -> Result<T, NotOpened> {
+    match tokio::task::spawn_blocking(call).await {
+        Ok(made) => Ok(made?),
+        Err(error) => Err(SessionError::broken("opening the link", error).into()),
+    }
+}
+
+fn refused(what: String) -> SessionError {
+    SessionError::Refused(format!("open links: {what}"))
+}
+
+fn unique_id(bytes: &[u8]) -> Result<UniqueId, SessionError> {
+    bytes.try_into().map(UniqueId).map_err(|_| refused(format!("an NCCL id of {} bytes", bytes.len())))
+}
+
+fn to_wire(offer: &Offer) -> v1::CudaIpcBuffer {
+    let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
+    v1::CudaIpcBuffer {
+        handle: offer.handle.to_vec(),
+        nonce: offer.nonce.to_vec(),
+        num_slots: number(offer.num_slots),
+        max_rows: number(offer.max_rows),
+        row_bytes: number(offer.row_bytes),
+    }
+}
+
+fn from_wire(buffer: &v1::CudaIpcBuffer) -> Result<Offer, SessionError> {
+    let handle = buffer.handle.as_slice().try_into();
+    let nonce = buffer.nonce.as_slice().try_into();
+    Ok(Offer {
+        handle: handle.map_err(|_| refused(format!("a handle of {} bytes", buffer.handle.len())))?,
+        nonce: nonce.map_err(|_| refused(format!("a nonce of {} bytes", buffer.nonce.len())))?,
+        num_slots: buffer.num_slots as usize,
+        max_rows: buffer.max_rows as usize,
+        row_bytes: buffer.row_bytes as usize,
+    })
+}
