@@ -46,7 +46,7 @@ impl StageModel for SimModel {
         }
     }
 
-    fn forward(&self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
+    fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
         let Side::TopK { ids, weights } = side else {
             return Ok(rows * f64::from(self.shard.index() + 2) + f64::from(layer.0));
         };

@@ -276,6 +276,7 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
             gate: if shape.is_routed { GatePlacement::Attention } else { GatePlacement::Ffn },
             ..ExpertRules::default()
         },
+        place: None,
     };
     let parts = PortParts {
         bell: bell.clone(),

@@ -4,7 +4,7 @@ use afd_common::ids::{Epoch, HopKey};
 use afd_common::link::{HopLink, LinkError};
 use afd_common::placement::{LayerPlacement, row_salt};
 use afd_ffi::{FfiError, memory};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::outstanding::row_kind;
 use super::routes::{Share, split};
@@ -144,5 +144,6 @@ impl Kept {
 
 fn as_wire(tensor: &Tensor, kind: Kind) -> Result<Tensor, tch::TchError> {
     let tensor = if tensor.kind() == kind { tensor.shallow_clone() } else { tensor.f_to_kind(kind)? };
-    tensor.f_contiguous()
+    // From a GPU this waits until the rows are there.
+    tensor.f_to_device(Device::Cpu)?.f_contiguous()
 }

@@ -128,7 +128,7 @@ fn local_model(loaded: &Loaded) -> Result<FfnModel, ServeError> {
 }
 
 /// This process, as FFN ranks and others get to know it.
-pub(super) fn served_by(config: &FfnConfig) -> ServedBy {
+pub(super) fn served_by(config: &FfnConfig, device: DeviceChoice) -> ServedBy {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let identity = v1::Identity {
         deployment: config.deployment.clone(),
@@ -138,7 +138,7 @@ pub(super) fn served_by(config: &FfnConfig) -> ServedBy {
     };
     let link_kinds = match config.target {
         FfnTarget::Local => vec![LinkKind::Loopback],
-        FfnTarget::Remote(_) => config.link.kinds(),
+        FfnTarget::Remote(_) => config.link.kinds(device != DeviceChoice::Cpu),
     };
     ServedBy { identity, link_kinds }
 }

@@ -147,7 +147,7 @@ impl Server {
         let ffn_config = config.ffn.clone();
         let load = move || model::load(&model_config, &capacity, &ffn_config);
         let loaded = tokio::task::spawn_blocking(load).await??;
-        let by = ffn::served_by(&config.ffn);
+        let by = ffn::served_by(&config.ffn, config.model.device);
         let (way, ffn) = ffn::open(&config, &loaded, &by).await?;
         let engine_config = loaded.engine_config(&config);
         let engine_metrics = Arc::default();
