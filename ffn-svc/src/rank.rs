@@ -18,8 +18,8 @@ use afd_common::weights::{WeightError, Weights};
 use afd_gpu::{Device, GpuError, nccl};
 
 use crate::config::{Config, LoadFormat};
-use crate::engine::{self, EngineMetrics, EngineOptions};
 use crate::device::{DeviceModel, DeviceStage};
+use crate::engine::{self, EngineMetrics, EngineOptions};
 use crate::model::{ExpertCounts, FfnModel, FfnModelError, LayerSpec};
 use crate::serve::{ServeError, Server};
 use crate::service::Health;
@@ -170,9 +170,16 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
         DeviceChoice::Cuda(ordinal) => {
             let device = Device::open(ordinal)
                 .map_err(|source| StartError::Device { device: config.device, source })?;
-            DeviceModel::load_placed(&model_config, &weights, config.shard, config.gate, &placed, Some(&device))
-                .and_then(|model| DeviceStage::new(model, &device))
-                .map(ShardModel::Device)
+            DeviceModel::load_placed(
+                &model_config,
+                &weights,
+                config.shard,
+                config.gate,
+                &placed,
+                Some(&device),
+            )
+            .and_then(|model| DeviceStage::new(model, &device))
+            .map(ShardModel::Device)
         }
     }
     .map_err(failed)?;

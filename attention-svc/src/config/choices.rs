@@ -172,7 +172,9 @@ impl FromStr for LinkChoice {
             "shm" => Ok(Self::Shm),
             "tcp" => Ok(Self::Tcp),
             "inline" => Ok(Self::Inline),
-            other => Err(format!("{other:?} is no kind of link; known are auto, cuda-ipc, nccl, shm, tcp and inline")),
+            other => Err(format!(
+                "{other:?} is no kind of link; known are auto, cuda-ipc, nccl, shm, tcp and inline"
+            )),
         }
     }
 }

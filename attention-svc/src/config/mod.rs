@@ -254,7 +254,9 @@ impl FfnConfig {
         let Some(target) = args.ffn.clone() else {
             return refuse("--ffn", "is missing: give the addresses of FFN ranks, or local");
         };
-        if args.link.is_some_and(LinkChoice::needs_gpu) && args.device.unwrap_or_default() == DeviceChoice::Cpu {
+        if args.link.is_some_and(LinkChoice::needs_gpu)
+            && args.device.unwrap_or_default() == DeviceChoice::Cpu
+        {
             return refuse("--link", "needs attention on a GPU (--device cuda:0)");
         }
         let deployment = args.deployment.clone().unwrap_or_else(|| "default".into());

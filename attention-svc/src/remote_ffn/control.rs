@@ -296,7 +296,8 @@ impl<'a> Control<'a> {
         let (kind, up) = match link {
             Opened::Host(link) => {
                 let (kind, control) = (link.limits().kind, Some(control));
-                let edge = Edge { id, peer, shard, combine_dtype, link, control, hop_seconds: None, draining };
+                let edge =
+                    Edge { id, peer, shard, combine_dtype, link, control, hop_seconds: None, draining };
                 (kind, EdgeEvent::Up(edge))
             }
             Opened::Stream(link) => {
@@ -385,7 +386,8 @@ impl Talk<'_> {
                     "step report"
                 );
                 let failed = report.error.filter(|_| self.steps_may_fail);
-                return failed.map(|error| format!("step {} failed there: {}", report.step_id, error.message));
+                return failed
+                    .map(|error| format!("step {} failed there: {}", report.step_id, error.message));
             }
             Some(v1::steps_response::Message::Draining(draining)) => {
                 tracing::info!(remaining_ms = draining.remaining_ms, "FFN rank is draining");

@@ -7,9 +7,9 @@ use afd_common::ids::Epoch;
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
+use afd_gpu::Device;
 use afd_gpu::channel::{DeviceChannel, Landing, NcclChannel, Offer, StepChannel, StepError, StepLimits};
 use afd_gpu::nccl::UniqueId;
-use afd_gpu::Device;
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -113,9 +113,7 @@ pub(super) async fn open(
         }
         (None, _, Some(ids)) => {
             let ids = [unique_id(&ids.to_attention)?, unique_id(&ids.to_ffn)?];
-            let join = move || {
-                NcclChannel::join(&device, &device.stream()?, limits, false, ids, deadline)
-            };
+            let join = move || NcclChannel::join(&device, &device.stream()?, limits, false, ids, deadline);
             Box::new(beside(join).await?)
         }
         _ => return Err(refused(format!("the answer does not say how to open {kind}")).into()),

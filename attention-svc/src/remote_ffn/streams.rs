@@ -135,7 +135,12 @@ impl Streams {
     // ---- a step
 
     /// Tells every rank. On these links a plan is what starts the step there: one that cannot be told is a loss.
-    pub(super) fn announce(&mut self, plan: &v1::StepPlan, stats: &FfnStats, now: Instant) -> Result<(), FfnLoss> {
+    pub(super) fn announce(
+        &mut self,
+        plan: &v1::StepPlan,
+        stats: &FfnStats,
+        now: Instant,
+    ) -> Result<(), FfnLoss> {
         let deaf = self.used().find(|edge| edge.control.plans.try_send(plan.clone()).is_err());
         let Some((id, peer)) = deaf.map(|edge| (edge.id, edge.peer.to_string())) else { return Ok(()) };
         let what = "its control stream takes no plan";

@@ -2,6 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use afd_common::config::device::DeviceChoice;
 use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
@@ -67,16 +68,17 @@ pub(super) async fn open(
     let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
     let credits = config.capacity.stages.max_stages as u32;
     match &config.ffn.target {
-        FfnTarget::Local if let Some(device) = &loaded.device => {
+        FfnTarget::Local if let Some(gpu) = &loaded.gpu => {
             if loaded.experts.routing == Routing::Balanced {
                 return Err(ServeError::LocalFfn(
                     "--routing balanced needs an FFN engine: --device cpu, or FFN ranks".into(),
                 ));
             }
             let gate = loaded.experts.gate;
-            let model = DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(device))
-                .map_err(|error| ServeError::LocalFfn(error.to_string()))?;
-            let port = LocalFfn::new(device, model)?;
+            let model =
+                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(gpu.device()))
+                    .map_err(|error| ServeError::LocalFfn(error.to_string()))?;
+            let port = LocalFfn::new(gpu.device(), model)?;
             Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
         }
         FfnTarget::Local => {

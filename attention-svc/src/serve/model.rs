@@ -17,7 +17,6 @@ use crate::device::Gpu;
 use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};
 use crate::text::{Text, TokenizerFile};
-use afd_gpu::Device;
 
 /// A loaded model.
 pub(super) struct Loaded {

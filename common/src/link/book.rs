@@ -7,14 +7,8 @@ use crate::ids::Epoch;
 use crate::telemetry::metrics::{ReadKind, Sample};
 use crate::telemetry::{MetricError, Metrics};
 
-const KINDS: [LinkKind; 6] = [
-    LinkKind::Loopback,
-    LinkKind::Tcp,
-    LinkKind::Inline,
-    LinkKind::Shm,
-    LinkKind::Nccl,
-    LinkKind::CudaIpc,
-];
+const KINDS: [LinkKind; 6] =
+    [LinkKind::Loopback, LinkKind::Tcp, LinkKind::Inline, LinkKind::Shm, LinkKind::Nccl, LinkKind::CudaIpc];
 
 /// See the module's head.
 #[derive(Debug, Default)]

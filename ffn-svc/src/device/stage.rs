@@ -8,7 +8,7 @@ use std::time::Duration;
 use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, LayerIdx, StepId};
 use afd_ffi::cuda::{self, StreamGuard};
-use afd_gpu::channel::{Frame, Form, StepChannel, StepError};
+use afd_gpu::channel::{Form, Frame, StepChannel, StepError};
 use afd_gpu::{Completion, Device, Graph, Region, Stream};
 use tch::{Kind, Tensor};
 
@@ -193,7 +193,8 @@ impl Bench {
         let size = [rows as i64, self.model.hidden_size() as i64];
         let options = (self.model.kind(), tch::Device::Cuda(device.ordinal()));
         let x = Tensor::f_empty(size, options).map_err(torch)?;
-        let region = |tensor: &Tensor| cuda::region(device, tensor).map_err(|error| failed(error.to_string()));
+        let region =
+            |tensor: &Tensor| cuda::region(device, tensor).map_err(|error| failed(error.to_string()));
         region(&x)?.copy_from(stream, &landed.rows)?;
         let sum = self.model.forward(layer, &x, &Side::None).map_err(|error| failed(error.to_string()))?;
         let sum = sum.f_contiguous().map_err(torch)?;

@@ -37,8 +37,8 @@ pub use hop_error::HopError;
 pub use metrics::EngineMetrics;
 pub use stage_model::{LayerInputs, StageModel, StageSpec};
 pub use stream_links::{
-    GraphUse, IpcBuffer, OpenStream, OpenStreamError, OwnEnd, PeerEnd, PlannedStep, StepEnd, StepMode, StepRunner,
-    StreamLinkId, StreamOwner,
+    GraphUse, IpcBuffer, OpenStream, OpenStreamError, OwnEnd, PeerEnd, PlannedStep, StepEnd, StepMode,
+    StepRunner, StreamLinkId, StreamOwner,
 };
 
 use stream_links::StreamCommand;

@@ -175,7 +175,12 @@ impl Attention {
     pub(crate) async fn grant(&mut self, kind: v1::LinkKind) -> Result<v1::LinkGrant, Status> {
         let request = v1::OpenLinksRequest {
             session_id: self.joined.session_id.clone(),
-            links: vec![v1::LinkRequest { kind: kind.into(), credits: 2, max_rows: 64, ..Default::default() }],
+            links: vec![v1::LinkRequest {
+                kind: kind.into(),
+                credits: 2,
+                max_rows: 64,
+                ..Default::default()
+            }],
         };
         Ok(self.control.open_links(request).await?.into_inner().links.remove(0))
     }
