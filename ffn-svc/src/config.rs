@@ -7,6 +7,7 @@ use std::time::Duration;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
+use afd_common::config::threads::{cores, tensor_threads};
 use afd_common::config::units::Span;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
@@ -212,7 +213,7 @@ pub enum ConfigError {
         /// As given.
         found: String,
         /// What would do.
-        expected: &'static str,
+        expected: String,
     },
 }
 
@@ -226,7 +227,6 @@ impl ServeOptions {
             Some(path) => file::overlay(path, &self)?,
             None => self,
         };
-        let all_cores = || std::thread::available_parallelism().map_or(1, usize::from);
         let log = LogConfig::default();
         let listen = given.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 7001)));
         let join_token = given.join_token_file.as_deref().map(read_token).transpose()?;
@@ -247,7 +247,7 @@ impl ServeOptions {
             routing: given.routing.unwrap_or_default(),
             dtype: given.dtype.unwrap_or_default(),
             device: given.device.unwrap_or_default(),
-            threads: given.threads.unwrap_or_else(all_cores),
+            threads: threads(given.threads)?,
             load_format: given.load_format.unwrap_or_default(),
             seed: given.seed.unwrap_or(0),
             max_tokens_per_stage: given.max_tokens_per_stage.unwrap_or(8192),
@@ -270,8 +270,7 @@ impl ServeOptions {
 impl Config {
     fn check(&self) -> Result<(), ConfigError> {
         let lease_ms = self.lease.as_millis();
-        let checks: [(bool, &'static str, String, &'static str); 5] = [
-            (self.threads >= 1, "--threads", self.threads.to_string(), "at least 1"),
+        let checks: [(bool, &'static str, String, &'static str); 4] = [
             (
                 self.max_tokens_per_stage >= 1,
                 "--max-tokens-per-stage",
@@ -298,10 +297,20 @@ impl Config {
             ),
         ];
         match checks.into_iter().find(|(good, ..)| !good) {
-            Some((_, option, found, expected)) => Err(ConfigError::Range { option, found, expected }),
+            Some((_, option, found, expected)) => {
+                Err(ConfigError::Range { option, found, expected: expected.into() })
+            }
             None => Ok(()),
         }
     }
+}
+
+fn threads(asked: Option<usize>) -> Result<usize, ConfigError> {
+    tensor_threads(asked, cores()).map_err(|expected| ConfigError::Range {
+        option: "--threads",
+        found: asked.unwrap_or_default().to_string(),
+        expected,
+    })
 }
 
 fn read_token(path: &Path) -> Result<JoinToken, ConfigError> {
@@ -385,7 +394,11 @@ mod tests {
     fn what_is_wrong_is_named_in_one_line() {
         let message = |args: &[&str]| resolve(args).unwrap_err().to_string();
         assert!(message(&[]).starts_with("--model is missing"));
-        assert_eq!(message(&["--model", "m", "--threads", "0"]), "--threads is 0; expected at least 1");
+        assert!(message(&["--model", "m", "--threads", "0"]).starts_with("--threads is 0; expected 1 to "));
+        assert!(
+            message(&["--model", "m", "--threads", "99999"])
+                .starts_with("--threads is 99999; expected 1 to ")
+        );
         assert_eq!(message(&["--model", "m", "--max-stages", "5"]), "--max-stages is 5; expected 1 to 4");
         assert!(message(&["--model", "m", "--lease-ms", "1"]).starts_with("--lease-ms is 1; expected 100"));
         for (text, part) in [

@@ -6,6 +6,7 @@ use std::time::Duration;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file::{self, FileError};
+use afd_common::config::threads::{cores, tensor_threads};
 use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
 use afd_common::net::tls::{ClientTls, Identity};
@@ -323,7 +324,13 @@ impl CapacityConfig {
             Some(0) => refuse(option, "is 0; must be at least 1"),
             value => Ok(value.unwrap_or(default)),
         };
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = match tensor_threads(args.threads, cores()) {
+            Ok(threads) => threads,
+            Err(expected) => {
+                let given = args.threads.unwrap_or_default();
+                return refuse("--threads", format!("is {given}; expected {expected}"));
+            }
+        };
         let max_num_batched_tokens =
             at_least_1("--max-num-batched-tokens", args.max_num_batched_tokens, 2048)?;
         // The default follows a smaller step; what the user says must fit.
@@ -346,7 +353,7 @@ impl CapacityConfig {
         };
         let max_body = args.max_body.unwrap_or(ByteSize(8 << 20));
         Ok(Self {
-            threads: at_least_1("--threads", args.threads, cores)?,
+            threads,
             kv_cache,
             block_size: at_least_1("--block-size", args.block_size, 16)?,
             max_num_seqs,

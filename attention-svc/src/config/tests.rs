@@ -50,6 +50,7 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--stages", "many"], &["--stages", "many", "auto"]),
         (&["--stage-min-decode", "0"], &["--stage-min-decode", "0"]),
         (&["--threads", "0"], &["--threads", "0"]),
+        (&["--threads", "99999"], &["--threads", "99999", "cores"]),
         (&["--max-model-len", "1"], &["--max-model-len"]),
         (&["--join-token-file", "/nowhere"], &["--join-token-file", "/nowhere"]),
         (&["--advertise", "host"], &["--advertise", "host"]),

@@ -22,8 +22,7 @@ mod timing;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-const USAGE: &str =
-    "afd-gpu-bench [--out DIR] (machine | rows | layer | moe | mla | contract | hops | loss | tune | profile)...";
+const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | layer | moe | mla | contract | hops | loss | tune | profile)...";
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1).peekable();
