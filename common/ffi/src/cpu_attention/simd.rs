@@ -51,6 +51,8 @@ pub(crate) trait Simd: Copy {
 
 /// An element of the KV cache.
 pub(crate) trait Element: Copy + Send + Sync {
+    /// Whether it is bfloat16.
+    const IS_BF16: bool = false;
     /// Loads a vector of them as f32.
     ///
     /// # Safety
@@ -82,6 +84,8 @@ impl Element for f32 {
 pub(crate) struct Bf16(pub(crate) u16);
 
 impl Element for Bf16 {
+    const IS_BF16: bool = true;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::Vector {
         // SAFETY: the caller's promise is the same; `Bf16` is a transparent `u16`.

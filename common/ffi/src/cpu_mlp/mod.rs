@@ -3,7 +3,8 @@
 //! With few rows the work is to read the weights once. As libtorch operations a mixture of experts is five calls an
 //! expert, each with its own start of threads, and bf16 products on a CPU without bf16 instructions are several times
 //! slower than reading the weights. Here all MLPs of a layer are two loops shared out over a [`Crew`]: gate and up, then
-//! down; sums are in f32 and rounded never. With many rows libtorch's blocked products win.
+//! down; sums are in f32 and rounded never. Gate and up are multiplied in bf16 where the CPU does that itself. With many
+//! rows libtorch's blocked products win.
 //!
 //! This file checks shapes and shares out the work, `kernel` has the loops.
 use std::ops::Range;
@@ -89,9 +90,13 @@ pub struct MlpRows<'a> {
 /// # Errors
 /// [`ShapeError`] when something does not fit.
 pub fn gated_mlps(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew) -> Result<Tensor, ShapeError> {
+    gated(x, mlps, crew, Dots::WhereTheyAre)
+}
+
+fn gated(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew, dots: Dots) -> Result<Tensor, ShapeError> {
     match x.kind() {
-        Kind::Float => run::<f32>(x, mlps, crew),
-        Kind::BFloat16 => run::<Bf16>(x, mlps, crew),
+        Kind::Float => run::<f32>(x, mlps, crew, dots),
+        Kind::BFloat16 => run::<Bf16>(x, mlps, crew, dots),
         other => Err(ShapeError(format!("x: {other:?}; f32 and bf16 are served"))),
     }
 }
@@ -110,7 +115,7 @@ struct Part<'a, E> {
 // than every thread's work on this.
 unsafe impl<E: Element> Sync for Part<'_, E> {}
 
-fn run<E: Element>(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew) -> Result<Tensor, ShapeError> {
+fn run<E: Element>(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew, dots: Dots) -> Result<Tensor, ShapeError> {
     let size = x.size();
     ensure!(size.len() == 2, "x: shape {size:?}, expected [rows, hidden]");
     let (num_rows, hidden) = (size[0] as usize, size[1] as usize);
@@ -134,28 +139,31 @@ fn run<E: Element>(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew) -> Result<Tens
             scales,
         })
         .collect();
-    let activations = activate(&parts, wide, hidden, crew);
+    let activations = activate(&parts, wide, hidden, crew, dots);
     add_down(&parts, &activations, Writer(out.data_ptr().cast()), hidden, crew);
     Ok(out)
 }
 
 /// `silu(gate(x)) * up(x)` of every part, `[its rows, its intermediate rows]`.
-fn activate<E: Element>(parts: &[Part<'_, E>], x: &[f32], hidden: usize, crew: &Crew) -> Vec<Vec<f32>> {
+fn activate<E: Element>(
+    parts: &[Part<'_, E>],
+    x: &[f32],
+    hidden: usize,
+    crew: &Crew,
+    dots: Dots,
+) -> Vec<Vec<f32>> {
     let inputs: Vec<Rows> = parts.iter().map(|part| Rows::gathered(x, hidden, part.rows)).collect();
     let mut outputs: Vec<Vec<f32>> =
         parts.iter().map(|part| vec![0.0; part.rows.len() * part.intermediate]).collect();
     let writers: Vec<Writer> = outputs.iter_mut().map(|items| Writer(items.as_mut_ptr())).collect();
     let pieces = pieces(parts, hidden);
-    let isa = Isa::best();
+    let ways: Vec<Way> = inputs.into_iter().map(|rows| Way::new::<E>(rows, dots)).collect();
     crew.run(pieces.len(), &|index| {
         let (at, rows) = &pieces[index];
         let part = &parts[*at];
         // SAFETY: `check` compared the shapes; these are rows of the MLP; its outputs were made for all its rows and
         // inputs, and no other piece has these columns of them.
-        unsafe {
-            let (gate_up, out) = ([part.gate, part.up], writers[*at].get());
-            kernel::activate(isa, gate_up, hidden, rows.clone(), &inputs[*at], out, part.intermediate);
-        }
+        unsafe { ways[*at].activate(part, hidden, rows.clone(), writers[*at].get()) }
     });
     outputs
 }
@@ -188,6 +196,58 @@ fn add_down<E: Element>(
             }
         }
     });
+}
+
+/// How gate and up of one part are computed, with its inputs as that takes them.
+enum Way {
+    /// Weights are widened to f32.
+    Wide(Isa, Rows),
+    /// The CPU multiplies bf16 itself.
+    #[cfg(target_arch = "x86_64")]
+    Dot(kernel::dot::Bf16Rows),
+}
+
+impl Way {
+    /// The best one of this CPU for weights of `E` and rows that came as such; `dots` may be ruled out.
+    fn new<E: Element>(inputs: Rows, dots: Dots) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if E::IS_BF16 && dots == Dots::WhereTheyAre && kernel::dot::is_here() {
+            return Self::Dot(kernel::dot::Bf16Rows::new(&inputs));
+        }
+        let _ = dots;
+        Self::Wide(Isa::best(), inputs)
+    }
+
+    /// # Safety
+    /// As for [`kernel::activate`], for the part's inputs and rows.
+    unsafe fn activate<E: Element>(
+        &self,
+        part: &Part<'_, E>,
+        hidden: usize,
+        rows: Range<usize>,
+        out: *mut f32,
+    ) {
+        let (gate_up, width) = ([part.gate, part.up], part.intermediate);
+        // SAFETY: the caller's promise is the same; a dot's weights are bf16, and the CPU has it: `new` has asked.
+        unsafe {
+            match self {
+                Self::Wide(isa, inputs) => kernel::activate(*isa, gate_up, hidden, rows, inputs, out, width),
+                #[cfg(target_arch = "x86_64")]
+                Self::Dot(inputs) => {
+                    kernel::dot::activate(gate_up.map(<*const E>::cast), rows, inputs, out, width)
+                }
+            }
+        }
+    }
+}
+
+/// Whether instructions that multiply bf16 are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Dots {
+    WhereTheyAre,
+    /// For tests of the other loops on CPUs that have them.
+    #[cfg(test)]
+    Never,
 }
 
 fn check(kind: Kind, num_rows: usize, hidden: usize, mlps: &[MlpRows<'_>]) -> Result<(), ShapeError> {

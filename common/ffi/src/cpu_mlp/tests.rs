@@ -32,7 +32,11 @@ fn sums_of_mlps_equal_plain_ones() {
     tch::manual_seed(3);
     for threads in [1, 3] {
         let crew = Crew::new(threads).unwrap();
-        for kind in [Kind::Float, Kind::BFloat16] {
+        for (kind, dots) in [
+            (Kind::Float, Dots::WhereTheyAre),
+            (Kind::BFloat16, Dots::WhereTheyAre),
+            (Kind::BFloat16, Dots::Never),
+        ] {
             for (hidden, intermediate) in [(1, 1), (16, 32), (37, 21), (64, 192), (260, 7)] {
                 let experts: Vec<Weights> =
                     (0..3).map(|_| Weights::new(hidden, intermediate, kind)).collect();
@@ -42,7 +46,7 @@ fn sums_of_mlps_equal_plain_ones() {
                 let scales: [&[f32]; 3] = [&[1.0, 0.5, 2.0, -1.0, 0.0, 3.0, 0.25], &[], &[1.0, 0.5, 0.25]];
                 let mlps: Vec<MlpRows<'_>> =
                     (0..3).map(|i| MlpRows { mlp: &stored[i], rows: rows[i], scales: scales[i] }).collect();
-                let sum = gated_mlps(&x, &mlps, &crew).unwrap();
+                let sum = gated(&x, &mlps, &crew, dots).unwrap();
                 let expected = Tensor::zeros([7, hidden], (Kind::Double, Device::Cpu));
                 for i in 0..3 {
                     for (&row, &scale) in rows[i].iter().zip(scales[i]) {
@@ -51,7 +55,7 @@ fn sums_of_mlps_equal_plain_ones() {
                     }
                 }
                 let off = (sum.to_kind(Kind::Double) - &expected).abs().max().double_value(&[]);
-                assert!(off < 2e-5, "{kind:?} {hidden} x {intermediate}: off by {off}");
+                assert!(off < 2e-5, "{kind:?} {dots:?} {hidden} x {intermediate}: off by {off}");
             }
         }
     }

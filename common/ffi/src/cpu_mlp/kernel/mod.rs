@@ -1,9 +1,13 @@
 //! Products of stored weights with a few rows: a few weight rows and a few inputs at a time are held in registers, so that
 //! each weight is loaded once per four inputs.
 #![allow(clippy::needless_range_loop)] // Indices of register tiles are the maths here, as on paper.
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::cpu_attention::simd::{Element, Isa, Portable, Simd, for_each_isa};
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod dot;
 
 /// Weight rows that share a load of an input.
 pub(super) const TILE_ROWS: usize = 4;
@@ -24,6 +28,13 @@ impl Rows {
     /// Rows of `[_, len]` by index. Panics when one is beyond the slice.
     pub(super) fn gathered(from: &[f32], len: usize, rows: &[i64]) -> Self {
         Self { first: rows.iter().map(|&row| from[row as usize * len..][..len].as_ptr()).collect(), len }
+    }
+
+    /// The rows, one after the other.
+    #[cfg(target_arch = "x86_64")]
+    fn rows(&self) -> impl Iterator<Item = &[f32]> {
+        // SAFETY: both ways to make one took the addresses of `len` elements of a slice that is still borrowed.
+        self.first.iter().map(|&first| unsafe { std::slice::from_raw_parts(first, self.len) })
     }
 
     /// All rows of `[count, len]`. Panics when the slice is shorter.
@@ -79,32 +90,8 @@ unsafe fn activate_with<S: Simd, E: Element>(
     width: usize,
 ) {
     debug_assert_eq!(len, inputs.len);
-    let mut row = rows.start;
-    while row < rows.end {
-        let count = TILE_ROWS.min(rows.end - row);
-        let mut from = 0;
-        while from < inputs.first.len() {
-            let tile = &inputs.first[from..inputs.first.len().min(from + TILE_INPUTS)];
-            // SAFETY: rows row..row + count are within `rows`; every input has `len` elements.
-            let (gate, up) = unsafe {
-                let at = row * len;
-                (
-                    tile_of::<S, E>(gate_up[0].add(at), count, tile, len, from == 0),
-                    tile_of::<S, E>(gate_up[1].add(at), count, tile, len, from == 0),
-                )
-            };
-            for i in 0..tile.len() {
-                for r in 0..count {
-                    let x = gate[r][i];
-                    let silu = x / (1.0 + (-x).exp());
-                    // SAFETY: within `[inputs, width]`, in this call's columns.
-                    unsafe { *out.add((from + i) * width + row + r) = silu * up[r][i] };
-                }
-            }
-            from += tile.len();
-        }
-        row += count;
-    }
+    // SAFETY: the caller's promise is the same.
+    unsafe { activate_tiles(&Widened::<S, E> { inputs, kind: PhantomData }, gate_up, len, rows, out, width) }
 }
 
 /// # Safety
@@ -122,22 +109,114 @@ unsafe fn add_down_with<S: Simd, E: Element>(
     width: usize,
 ) {
     debug_assert_eq!(len, inputs.len);
+    let products = Widened::<S, E> { inputs, kind: PhantomData };
     let mut row = rows.start;
     while row < rows.end {
         let count = TILE_ROWS.min(rows.end - row);
         let mut from = 0;
-        while from < inputs.first.len() {
-            let tile = &inputs.first[from..inputs.first.len().min(from + TILE_INPUTS)];
+        while from < products.num_inputs() {
+            let num = TILE_INPUTS.min(products.num_inputs() - from);
             // SAFETY: rows row..row + count are within `rows`; every input has `len` elements.
-            let products = unsafe { tile_of::<S, E>(weight.add(row * len), count, tile, len, from == 0) };
-            for i in 0..tile.len() {
+            let tile = unsafe { products.tile(weight.add(row * len), count, len, from, num, from == 0) };
+            for i in 0..num {
                 let (to, scale) = (row_of[from + i] as usize * width + row, scales[from + i]);
                 for r in 0..count {
                     // SAFETY: within `[max(row_of) + 1, width]`, in this call's columns.
-                    unsafe { *out.add(to + r) += scale * products[r][i] };
+                    unsafe { *out.add(to + r) += scale * tile[r][i] };
                 }
             }
-            from += tile.len();
+            from += num;
+        }
+        row += count;
+    }
+}
+
+/// Products of a tile of weight rows with a tile of inputs.
+trait Products {
+    type Weight: Copy;
+
+    /// How many inputs there are.
+    fn num_inputs(&self) -> usize;
+
+    /// `count` weight rows, at most [`TILE_ROWS`], against `num` inputs from `from` on, at most [`TILE_INPUTS`]. `first`:
+    /// these weights have not been read before, nor the ones after them.
+    ///
+    /// # Safety
+    /// `weight` is readable for `count` rows of `len`, every input has `len` elements, the CPU has the instructions.
+    unsafe fn tile(
+        &self,
+        weight: *const Self::Weight,
+        count: usize,
+        len: usize,
+        from: usize,
+        num: usize,
+        first: bool,
+    ) -> Tile;
+}
+
+/// Weights widened to f32 as they are loaded.
+struct Widened<'a, S, E> {
+    inputs: &'a Rows,
+    kind: PhantomData<(S, E)>,
+}
+
+impl<S: Simd, E: Element> Products for Widened<'_, S, E> {
+    type Weight = E;
+
+    #[inline(always)]
+    fn num_inputs(&self) -> usize {
+        self.inputs.first.len()
+    }
+
+    #[inline(always)]
+    unsafe fn tile(
+        &self,
+        w: *const E,
+        count: usize,
+        len: usize,
+        from: usize,
+        num: usize,
+        first: bool,
+    ) -> Tile {
+        // SAFETY: the caller's promise is the same.
+        unsafe { tile_of::<S, E>(w, count, &self.inputs.first[from..from + num], len, first) }
+    }
+}
+
+/// # Safety
+/// As for [`activate`], and the CPU has the instructions of `P`.
+#[inline(always)]
+unsafe fn activate_tiles<P: Products>(
+    products: &P,
+    gate_up: [*const P::Weight; 2],
+    len: usize,
+    rows: Range<usize>,
+    out: *mut f32,
+    width: usize,
+) {
+    let mut row = rows.start;
+    while row < rows.end {
+        let count = TILE_ROWS.min(rows.end - row);
+        let mut from = 0;
+        while from < products.num_inputs() {
+            let num = TILE_INPUTS.min(products.num_inputs() - from);
+            // SAFETY: rows row..row + count are within `rows`; every input has `len` elements.
+            let (gate, up) = unsafe {
+                let at = row * len;
+                (
+                    products.tile(gate_up[0].add(at), count, len, from, num, from == 0),
+                    products.tile(gate_up[1].add(at), count, len, from, num, from == 0),
+                )
+            };
+            for i in 0..num {
+                for r in 0..count {
+                    let x = gate[r][i];
+                    let silu = x / (1.0 + (-x).exp());
+                    // SAFETY: within `[inputs, width]`, in this call's columns.
+                    unsafe { *out.add((from + i) * width + row + r) = silu * up[r][i] };
+                }
+            }
+            from += num;
         }
         row += count;
     }
