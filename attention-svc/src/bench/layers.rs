@@ -115,16 +115,15 @@ struct Look {
 
 impl Look {
     async fn take(target: &Target) -> Result<Self, BenchError> {
-        let read = |url: String| async move {
-            let text = target.get(&url).await.map_err(|what| failed(target, format!("{url}: {what}")))?;
-            Ok::<_, BenchError>(Samples::parse(&text))
+        let said = |text: Result<String, String>| {
+            text.map(|text| Samples::parse(&text)).map_err(|what| failed(target, what))
         };
-        let attention = read(format!("{}/metrics", target.url())).await?;
+        let attention = said(target.own_metrics().await)?;
         let mut ffn = Vec::new();
         for peer in attention.labels("afd_ffn_peer", "address") {
             // The FFN of the monolithic mode has no address.
             if peer.contains(':') {
-                ffn.push(read(format!("http://{peer}/metrics")).await?);
+                ffn.push(said(target.ffn_metrics(&peer).await)?);
             }
         }
         Ok(Self { attention, ffn })

@@ -56,6 +56,9 @@ struct ServerArgs {
     /// File with a bearer token to send
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+    /// File with the FFN ranks' join token, for --layers
+    #[arg(long, value_name = "FILE", requires = "layers")]
+    join_token_file: Option<PathBuf>,
 
     /// How to get there
     #[command(flatten)]
@@ -170,15 +173,15 @@ impl ServerArgs {
     }
 
     async fn target(&self, url: &str) -> Result<Target, BenchError> {
-        let key = match &self.api_key_file {
-            None => None,
-            Some(path) => {
-                let failed = |e| BenchError::Option(format!("--api-key-file {}: {e}", path.display()));
-                Some(std::fs::read_to_string(path).map_err(failed)?.trim().to_owned())
-            }
+        let token = |option: &str, path: &Option<PathBuf>| -> Result<Option<String>, BenchError> {
+            let Some(path) = path else { return Ok(None) };
+            let failed = |e| BenchError::Option(format!("{option} {}: {e}", path.display()));
+            Ok(Some(std::fs::read_to_string(path).map_err(failed)?.trim().to_owned()))
         };
+        let key = token("--api-key-file", &self.api_key_file)?;
+        let tokens = [key, token("--join-token-file", &self.join_token_file)?];
         let tls = self.tls.load().map_err(|error| BenchError::Option(format!("{error:#}")))?;
-        Target::find(url, self.model.clone(), key, tls.as_ref(), Duration::from_secs(self.timeout)).await
+        Target::find(url, self.model.clone(), tokens, tls.as_ref(), Duration::from_secs(self.timeout)).await
     }
 }
 

@@ -14,6 +14,8 @@ pub(super) struct Target {
     url: String,
     model: String,
     key: Option<String>,
+    /// For FFN ranks, whose metrics are read too.
+    join_token: Option<String>,
 }
 
 /// What to ask.
@@ -43,7 +45,7 @@ impl Target {
     pub(super) async fn find(
         url: &str,
         model: Option<String>,
-        key: Option<String>,
+        [key, join_token]: [Option<String>; 2],
         tls: Option<&ClientTls>,
         timeout: Duration,
     ) -> Result<Self, BenchError> {
@@ -54,7 +56,7 @@ impl Target {
             client = client.use_preconfigured_tls((*tls.config()).clone());
         }
         let client = client.build().map_err(|e| failed(chain(&e)))?;
-        let mut target = Self { client, model: String::new(), key, url: url.clone() };
+        let mut target = Self { client, model: String::new(), key, join_token, url: url.clone() };
         target.model = match model {
             Some(model) => model,
             None => {
@@ -89,11 +91,22 @@ impl Target {
         }
     }
 
-    /// A page of the server's, or of another process of its deployment.
-    pub(super) async fn get(&self, url: &str) -> Result<String, String> {
-        let answer = self.authorized(self.client.get(url)).send().await.map_err(|e| chain(&e))?;
-        let answer = answer.error_for_status().map_err(|e| chain(&e))?;
-        answer.text().await.map_err(|e| chain(&e))
+    /// `/metrics` of the server.
+    pub(super) async fn own_metrics(&self) -> Result<String, String> {
+        let url = format!("{}/metrics", self.url);
+        page(self.authorized(self.client.get(&url))).await.map_err(|what| format!("{url}: {what}"))
+    }
+
+    /// The same of an FFN rank of its deployment, which knows another token.
+    pub(super) async fn ffn_metrics(&self, address: &str) -> Result<String, String> {
+        let scheme = if self.url.starts_with("https") { "https" } else { "http" };
+        let url = format!("{scheme}://{address}/metrics");
+        let request = self.client.get(&url);
+        let request = match &self.join_token {
+            Some(token) => request.bearer_auth(token),
+            None => request,
+        };
+        page(request).await.map_err(|what| format!("{url}: {what} (--join-token-file)"))
     }
 
     /// Asks and waits for the whole answer, saying when its first token is there; on a failure says why.
@@ -128,6 +141,12 @@ impl Target {
         }
         timing.finish()
     }
+}
+
+async fn page(request: reqwest::RequestBuilder) -> Result<String, String> {
+    let answer = request.send().await.map_err(|e| chain(&e))?;
+    let answer = answer.error_for_status().map_err(|e| chain(&e))?;
+    answer.text().await.map_err(|e| chain(&e))
 }
 
 /// An error with what caused it, in one line.
