@@ -297,7 +297,8 @@ def pair(args, lines):
     lines.append(HEAD)
     for mode in args.modes.split(","):
         ffn = [str(args.bin / "ffn-svc"), "serve", "--model", str(args.fixtures / "configs" / name)]
-        ffn += ["--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda:0", "--graph-mode", mode]
+        # How steps run is attention's to say: its plans tell the FFN.
+        ffn += ["--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda:0"]
         ffn = Process(f"pair-{mode}-ffn", [*ffn, *args.ffn_options.split()], args.out, gpus="1")
         attention = None
         try:
