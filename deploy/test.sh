@@ -54,6 +54,8 @@ if [[ $full == yes ]]; then
         say "cargo-deny is not installed: licences and advisories unchecked"
     fi
 fi
+# A minute for all fuzz targets together; an hour is AFD_FUZZ_SECONDS=514.
+export AFD_FUZZ_SECONDS=${AFD_FUZZ_SECONDS:-8}
 step "binaries" cargo build --workspace --bins --locked
 AFD_TEST_BINARIES=$(target_folder)/debug
 export AFD_TEST_BINARIES

@@ -5,6 +5,7 @@ use crate::bench::BenchArgs;
 use crate::config::ServeArgs;
 use crate::doctor::DoctorArgs;
 use crate::plan::cli::PlanArgs;
+use crate::probe::ProbeArgs;
 
 /// The attention role of a disaggregated language model: requests, KV cache, attention, sampling
 #[derive(Debug, Parser)]
@@ -24,6 +25,8 @@ pub enum Command {
     Bench(Box<BenchArgs>),
     /// Check a running deployment from outside, and say in sentences what is wrong with it
     Doctor(Box<DoctorArgs>),
+    /// Ask a running rank whether it is ready, as a container's health check does
+    Probe(Box<ProbeArgs>),
     /// Work out how many attention and FFN ranks, how many stages, or whether to disaggregate at all
     Plan(Box<PlanArgs>),
 }

@@ -13,6 +13,7 @@ pub mod engine;
 pub mod kv_cache;
 pub mod model;
 pub mod plan;
+pub mod probe;
 pub mod remote_ffn;
 pub mod request;
 pub mod sampler;

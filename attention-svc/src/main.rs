@@ -35,6 +35,13 @@ fn main() -> ExitCode {
         Command::Doctor(args) => runtime
             .block_on(attention_svc::doctor::run(*args))
             .unwrap_or_else(|error| fail(FAILURE, format!("{error:#}"))),
+        Command::Probe(args) => match runtime.block_on(attention_svc::probe::run(*args)) {
+            Ok(sentence) => {
+                println!("{sentence}");
+                ExitCode::SUCCESS
+            }
+            Err(error) => fail(FAILURE, format!("{error:#}")),
+        },
         Command::Plan(args) => {
             attention_svc::plan::cli::run(*args).unwrap_or_else(|error| fail(FAILURE, format!("{error:#}")))
         }

@@ -92,18 +92,24 @@ async fn grpc_of_another_language() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn the_probe_sees_a_rank_under_mutual_tls() -> anyhow::Result<()> {
+async fn the_probes_see_both_ranks_under_mutual_tls() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let authority = Authority::new(folder.path())?;
     let deployment = Deployment::start(mutual(&authority)?).await?;
     let (ca, client) = (text(&authority.ca()), authority.issue("probe", &["probe"])?);
     let address = deployment.ffn_addresses[0].to_string();
-    let (good, said) = probe(&[&address])?;
+    let (good, said) = probe("ffn-svc", &[&address])?;
     ensure!(!good && said.contains("this port speaks TLS"), "{said}");
-    let (good, said) = probe(&[&address, "--tls-ca", &ca])?;
+    let (good, said) = probe("ffn-svc", &[&address, "--tls-ca", &ca])?;
     ensure!(good && said.contains("is ready; it tells more"), "{said}");
     let (certificate, key) = (text(&client.certificate), text(&client.key));
-    let (good, said) = probe(&[&address, "--tls-ca", &ca, "--tls-cert", &certificate, "--tls-key", &key])?;
+    let (good, said) =
+        probe("ffn-svc", &[&address, "--tls-ca", &ca, "--tls-cert", &certificate, "--tls-key", &key])?;
     ensure!(good && said.contains("LlamaForCausalLM"), "{said}");
+    let address = deployment.attention_addresses[0].to_string();
+    let (good, said) = probe("attention-svc", &[&address, "--tls-ca", &ca])?;
+    ensure!(good && said.contains("is ready"), "{said}");
+    let (good, said) = probe("attention-svc", &[&address])?;
+    ensure!(!good && said.contains("this port speaks TLS"), "{said}");
     Ok(())
 }

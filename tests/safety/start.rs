@@ -46,13 +46,10 @@ fn certificates_that_do_not_fit_are_a_usage_error() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The rank's own probe, as a container's health check calls it.
-pub(crate) fn probe(arguments: &[&str]) -> anyhow::Result<(bool, String)> {
-    let output = Command::new(Process::binary("ffn-svc")?)
-        .arg("probe")
-        .args(arguments)
-        .stdin(Stdio::null())
-        .output()?;
+/// A role's own probe, as a container's health check calls it.
+pub(crate) fn probe(binary: &str, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
+    let output =
+        Command::new(Process::binary(binary)?).arg("probe").args(arguments).stdin(Stdio::null()).output()?;
     let said = [output.stdout, output.stderr].concat();
     Ok((output.status.success(), String::from_utf8_lossy(&said).into_owned()))
 }

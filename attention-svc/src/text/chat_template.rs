@@ -34,6 +34,11 @@ pub struct ChatTemplate {
 }
 
 const NAME: &str = "chat_template";
+/// Steps of a rendering: the longest conversation that a body may hold takes a hundredth of it, an endless template is
+/// refused within a second.
+const FUEL: u64 = 20_000_000;
+/// Most bytes of a rendering: more than any body has.
+const MAX_RENDERED_BYTES: usize = 64 << 20;
 
 /// What `raise_exception` was called with.
 #[derive(Debug, thiserror::Error)]
@@ -41,10 +46,14 @@ const NAME: &str = "chat_template";
 struct Raised(String);
 
 impl ChatTemplate {
-    /// Compiles the checkpoint's template; when there is none or it does not compile, says so.
-    pub(super) fn new(settings: &TextSettings) -> Result<Self, String> {
+    /// Compiles the checkpoint's template.
+    ///
+    /// # Errors
+    /// A sentence, when there is none or it does not compile.
+    pub fn new(settings: &TextSettings) -> Result<Self, String> {
         let source = settings.chat_template.clone().ok_or("this model has no chat template")?;
         let mut environment = Environment::new();
+        environment.set_fuel(Some(FUEL));
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
@@ -79,10 +88,31 @@ impl ChatTemplate {
         context.insert("tools", Value::from(()));
         context.insert("documents", Value::from(()));
         let template = self.environment.get_template(NAME).map_err(|e| TextError::Template(e.to_string()))?;
-        template.render(Value::from_iter(context)).map_err(|e| match raised(&e) {
+        let mut out = Bounded(Vec::new());
+        template.render_captured_to(Value::from_iter(context), &mut out).map_err(|e| match raised(&e) {
             Some(message) => TextError::Refused(message),
             None => TextError::Template(format!("{e:#}")),
-        })
+        })?;
+        String::from_utf8(out.0).map_err(|e| TextError::Template(e.to_string()))
+    }
+}
+
+/// Takes so much and no more: a template may be endless in what it writes, too.
+struct Bounded(Vec<u8>);
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_RENDERED_BYTES {
+            return Err(std::io::Error::other(format!(
+                "a rendering of more than {MAX_RENDERED_BYTES} bytes"
+            )));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 

@@ -25,6 +25,14 @@ mod tests;
 use checkpoint::Checkpoint;
 use dummy::Dummy;
 
+/// What a safetensors file of these bytes holds: names and places, in the order of the places.
+///
+/// # Errors
+/// A sentence that says what is wrong with it.
+pub fn places(file: &[u8]) -> Result<Vec<(String, Range<usize>)>, String> {
+    Ok(header::parse(file)?.into_iter().map(|entry| (entry.name, entry.begin..entry.end)).collect())
+}
+
 /// Where tensors come from. All tensors are on the CPU, unless [`on`](Weights::on) says otherwise.
 pub struct Weights {
     source: Source,

@@ -87,7 +87,11 @@ async fn ask(options: &ProbeOptions, channel: DialedChannel) -> anyhow::Result<S
     Ok(if options.json { json(options, &described, &edge) } else { sentence(options, &described, &edge) })
 }
 
-async fn check_ready(channel: DialedChannel) -> anyhow::Result<()> {
+/// Asks for the health of whatever is at the other end: of either role.
+///
+/// # Errors
+/// When it is not ready, or its words when it does not know the question.
+pub async fn check_ready(channel: DialedChannel) -> anyhow::Result<()> {
     let asked = HealthCheckRequest { service: "ready".into() };
     let status = HealthClient::new(channel).check(asked).await.context("health")?.into_inner().status();
     if status != ServingStatus::Serving {
