@@ -13,7 +13,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 /// An input that takes longer than this is a finding, debug builds on a busy machine included.
-const SLOW: Duration = Duration::from_secs(5);
+const SLOW: Duration = Duration::from_secs(30);
 /// Inputs stay below this.
 const MAX_BYTES: usize = 16 << 10;
 /// Corpus entries beyond the seeds.

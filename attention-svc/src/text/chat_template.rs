@@ -39,6 +39,8 @@ const NAME: &str = "chat_template";
 const FUEL: u64 = 20_000_000;
 /// Most bytes of a rendering: more than any body has.
 const MAX_RENDERED_BYTES: usize = 64 << 20;
+/// Most bytes of one `tojson`.
+const MAX_JSON_BYTES: usize = 16 << 20;
 
 /// What `raise_exception` was called with.
 #[derive(Debug, thiserror::Error)]
@@ -137,6 +139,13 @@ fn to_json(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
         .map_err(|e| Error::new(ErrorKind::BadSerialization, "tojson").with_source(e))?;
     let mut text = String::new();
     write_json(&mut text, &value, indent, 0);
+    if text.len() > MAX_JSON_BYTES {
+        // JSON of JSON of JSON doubles each time.
+        return Err(Error::new(
+            ErrorKind::InvalidOperation,
+            format!("tojson of more than {MAX_JSON_BYTES} bytes"),
+        ));
+    }
     Ok(Value::from_safe_string(text))
 }
 
