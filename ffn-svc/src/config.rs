@@ -107,6 +107,10 @@ pub struct ServeOptions {
     /// A level, or levels by module: info, or warn,ffn_svc=debug [default: info]
     #[arg(long, value_name = "FILTER")]
     pub log_level: Option<String>,
+    /// While this rank is the bottleneck, hops wait so long at most for those of other attention ranks, so that weights are
+    /// read once for all, milliseconds; 0: never [default: 0]
+    #[arg(long, value_name = "MS")]
+    pub board_ms: Option<f64>,
     /// For looking at a slow rank, never for use: every batch takes so much longer, for example 5ms [default: 0]
     #[arg(long, value_name = "TIME")]
     pub inject_delay: Option<Span>,
@@ -176,6 +180,8 @@ pub struct Config {
     pub access: Access,
     /// How to log.
     pub log: LogConfig,
+    /// Longest time that a hop waits for company.
+    pub board: Duration,
     /// Added to the time of every batch.
     pub inject_delay: Duration,
     /// Where spans go: the environment's, and `main` sets it.
@@ -259,6 +265,7 @@ impl ServeOptions {
                 format: given.log_format.unwrap_or(log.format),
                 filter: given.log_level.unwrap_or(log.filter),
             },
+            board: board(given.board_ms.unwrap_or(0.0))?,
             inject_delay: given.inject_delay.map_or(Duration::ZERO, |span| span.0),
             spans: SpanSink::off(),
         };
@@ -311,6 +318,14 @@ fn threads(asked: Option<usize>) -> Result<usize, ConfigError> {
         found: asked.unwrap_or_default().to_string(),
         expected,
     })
+}
+
+fn board(ms: f64) -> Result<Duration, ConfigError> {
+    if (0.0..=1000.0).contains(&ms) {
+        return Ok(Duration::from_secs_f64(ms / 1e3));
+    }
+    let expected = "0 to 1000";
+    Err(ConfigError::Range { option: "--board-ms", found: ms.to_string(), expected: expected.into() })
 }
 
 fn read_token(path: &Path) -> Result<JoinToken, ConfigError> {
@@ -400,6 +415,7 @@ mod tests {
                 .starts_with("--threads is 99999; expected 1 to ")
         );
         assert_eq!(message(&["--model", "m", "--max-stages", "5"]), "--max-stages is 5; expected 1 to 4");
+        assert_eq!(message(&["--model", "m", "--board-ms=-1"]), "--board-ms is -1; expected 0 to 1000");
         assert!(message(&["--model", "m", "--lease-ms", "1"]).starts_with("--lease-ms is 1; expected 100"));
         for (text, part) in [
             ("colour = 1", "unknown field `colour`"),

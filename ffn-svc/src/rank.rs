@@ -231,6 +231,7 @@ pub async fn start(
         max_batch_rows: config.max_tokens_per_stage,
         metrics: EngineMetrics::new(metrics)?,
         inject_delay: config.inject_delay,
+        board: config.board,
         routing: config.routing,
     };
     if config.routing == Routing::Balanced {

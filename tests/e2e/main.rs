@@ -1,5 +1,6 @@
 //! Real processes on loopback. One sentence each.
 mod bad_input;
+mod convoy;
 mod doctor;
 mod experts;
 mod hash_routing;

@@ -118,8 +118,14 @@ fn local_engine(loaded: &Loaded, max_rows: u32) -> Result<FfnEngine, ServeError>
     let (model, routing) = (local_model(loaded)?, loaded.experts.routing);
     // Its numbers are not shown: in this mode there is no FFN rank to look at.
     let metrics = FfnEngineMetrics::new(&Metrics::new())?;
-    let options =
-        EngineOptions { max_rows, max_batch_rows: max_rows, metrics, inject_delay: Duration::ZERO, routing };
+    let options = EngineOptions {
+        max_rows,
+        max_batch_rows: max_rows,
+        metrics,
+        inject_delay: Duration::ZERO,
+        board: Duration::ZERO,
+        routing,
+    };
     ffn_svc::engine::spawn(model, options).map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 

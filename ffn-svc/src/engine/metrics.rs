@@ -28,6 +28,12 @@ pub struct EngineMetrics {
     pub batch_rows: Histogram,
     /// Hops of a batch.
     pub batch_hops: Histogram,
+    /// Attention ranks of a batch.
+    pub batch_ranks: Histogram,
+    /// Whether hops wait for company at present.
+    pub boarding: IntGauge,
+    /// Ranks that missed the others at a layer.
+    pub stragglers: IntCounter,
     /// From a hop's arrival to its batch.
     pub queue_seconds: Histogram,
     /// Computing a batch.
@@ -95,6 +101,15 @@ impl EngineMetrics {
                 "afd_ffn_batch_hops",
                 "Hops of a batch, from all attention ranks.",
                 &HOPS,
+            )?,
+            batch_ranks: metrics.histogram("afd_ffn_batch_ranks", "Attention ranks of a batch.", &HOPS)?,
+            boarding: metrics.gauge(
+                "afd_ffn_boarding",
+                "1 while hops wait for those of other attention ranks (--board-ms): this rank is the bottleneck.",
+            )?,
+            stragglers: metrics.counter(
+                "afd_ffn_stragglers_total",
+                "Attention ranks that missed the others at a layer and went on alone for that step.",
             )?,
             queue_seconds: seconds("afd_ffn_queue_seconds", "From a hop's arrival to its batch.")?,
             compute_seconds: seconds("afd_ffn_compute_seconds", "Computing a batch.")?,

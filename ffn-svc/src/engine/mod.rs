@@ -52,6 +52,8 @@ pub struct EngineOptions {
     pub max_batch_rows: u32,
     /// Where its numbers go.
     pub metrics: EngineMetrics,
+    /// Longest time that a hop waits for hops of other attention ranks at its layer; zero: none does.
+    pub board: Duration,
     /// Added to the time that every batch takes; zero but for looking at a rank that is slow.
     pub inject_delay: Duration,
     /// Who chooses experts, where this role does.

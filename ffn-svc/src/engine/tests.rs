@@ -75,6 +75,7 @@ fn bench(shard: Shard, gated: bool) -> Bench {
         max_batch_rows: 16,
         metrics: EngineMetrics::new(&metrics).unwrap(),
         inject_delay: Duration::ZERO,
+        board: Duration::ZERO,
         routing: Routing::Model,
     };
     Bench { engine: spawn(model, options).unwrap(), batches, open_gate, metrics }

@@ -18,7 +18,7 @@ use super::hop_error::{self, HopError};
 use super::staging::{HopBytes, Staging};
 use super::stream_links::StreamSource;
 use super::{Call, Command, EngineMetrics, EngineOptions, LayerInputs, SessionTag, StageModel, StageSpec};
-use crate::hop_queue::{HopQueue, QueuedHop, SourceId};
+use crate::hop_queue::{Convoys, HopQueue, QueuedHop, SourceId};
 use crate::model::Side;
 
 /// Where hops of [`Call`]s come from.
@@ -34,6 +34,9 @@ pub(super) struct Worker<M> {
     bell: Doorbell,
     pub(super) clock: Clock,
     queue: HopQueue<Waiting>,
+    convoys: Convoys,
+    /// Look again then, at the latest.
+    held_until_us: Option<u64>,
     sources: Vec<Source>,
     /// Links that a stream drives; `steps.rs`.
     pub(super) streams: Vec<StreamSource>,
@@ -129,6 +132,8 @@ impl<M: StageModel> Worker<M> {
         Self {
             model,
             spec,
+            convoys: Convoys::new(options.board.as_micros() as u64),
+            held_until_us: None,
             options,
             inbox,
             bell,
@@ -166,20 +171,25 @@ impl<M: StageModel> Worker<M> {
         }
         self.poll_links();
         self.poll_steps();
-        let next = self.queue.pick(&mut self.batch);
+        self.held_until_us = self.convoys.update(self.clock.now_us());
+        let Self { queue, convoys, batch, .. } = self;
+        let next = queue.pick_ready(batch, |hop| convoys.holds(hop.source, hop.key));
         self.metrics().unanswered.set((self.queue.len() + self.batch.len()) as i64);
         let Some(layer) = next else { return Turn::Idle };
         self.run_batch(layer);
         Turn::Ran
     }
 
-    /// Sleeps until something is heard.
+    /// Sleeps until something is heard, or nobody is held any longer.
     fn rest(&mut self, seen: u64) {
         let since_us = self.clock.now_us();
         let under_way = self.sources.iter().any(|source| source.accounts.under_way());
         // The end of a step on the device rings no bell.
         let look_again = (!self.no_step_begun()).then(|| Instant::now() + LOOK_AGAIN);
-        self.bell.wait(seen, look_again);
+        let held_until = self
+            .held_until_us
+            .map(|until_us| Instant::now() + Duration::from_micros(until_us.saturating_sub(since_us)));
+        self.bell.wait(seen, [look_again, held_until].into_iter().flatten().min());
         if under_way {
             self.metrics().idle_us.fetch_add(self.clock.now_us().saturating_sub(since_us), Relaxed);
         }
@@ -239,6 +249,7 @@ impl<M: StageModel> Worker<M> {
         let source = self.sources.swap_remove(at);
         let limits = source.link.limits();
         self.queue.close(source.id, &mut self.dropped);
+        self.convoys.handle_closed(source.id);
         tracing::info!(
             peer = %limits.peer, kind = %limits.kind, epoch = limits.epoch.0, dropped_hops = self.dropped.len(), why,
             "link down"
@@ -275,11 +286,17 @@ impl<M: StageModel> Worker<M> {
     fn queue_hop(&mut self, source: SourceId, origin: Origin) {
         let header = *origin.header();
         let checked = hop_error::check(&self.spec, self.options.max_rows, &header, origin.body().len());
-        let waiting = Waiting { origin, arrived_us: self.clock.now_us() };
+        let arrived_us = self.clock.now_us();
+        let waiting = Waiting { origin, arrived_us };
         let (error, waiting) = match checked {
             Err(error) => (error, waiting),
             Ok(()) => match self.queue.push(source, header.hop, header.rows, waiting) {
-                Ok(()) => return,
+                Ok(()) => {
+                    if source != CALLS {
+                        self.convoys.handle_arrival(source, header.hop, header.rows, arrived_us);
+                    }
+                    return;
+                }
                 Err((refused, waiting)) => (refused.into(), waiting),
             },
         };
@@ -297,6 +314,11 @@ impl<M: StageModel> Worker<M> {
                 self.metrics().unplanned.inc();
             }
         }
+        let members: Vec<_> = match self.options.board.is_zero() {
+            true => Vec::new(),
+            false => batch.iter().map(|hop| (hop.source, hop.key)).collect(),
+        };
+        let rows = batch.iter().map(|hop| hop.rows).sum();
         if !self.options.inject_delay.is_zero() {
             std::thread::sleep(self.options.inject_delay);
         }
@@ -317,6 +339,14 @@ impl<M: StageModel> Worker<M> {
         }
         batch.clear();
         self.batch = batch;
+        self.convoys.handle_executed(members.into_iter(), rows, started_us, self.clock.now_us());
+        self.note_convoys();
+    }
+
+    fn note_convoys(&self) {
+        let metrics = self.metrics();
+        metrics.boarding.set(self.convoys.is_on().into());
+        metrics.stragglers.inc_by(self.convoys.dropped() - metrics.stragglers.get());
     }
 
     /// The layer's output for all rows of these hops, `[rows, hidden]` in the combine dtype on the CPU; `None` when they
@@ -427,6 +457,9 @@ impl<M: StageModel> Worker<M> {
         metrics.rows.inc_by(rows);
         metrics.batch_rows.observe(rows as f64);
         metrics.batch_hops.observe(batch.len() as f64);
+        let newcomers =
+            (0..batch.len()).filter(|at| batch[..*at].iter().all(|hop| hop.source != batch[*at].source));
+        metrics.batch_ranks.observe(newcomers.count() as f64);
         metrics.compute_seconds.observe(seconds(started_us, finished_us));
     }
 

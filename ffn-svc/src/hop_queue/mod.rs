@@ -11,16 +11,18 @@
 //! - **What is refused.** A hop that was accepted before ([`HopLedger`]), or that the model has no layer or stage for.
 //!   Closing a link forgets its hops and nobody else's.
 //!
-//! Waiting for more ranks before layer 0 (convoy mode) is a decision about *when* to call [`HopQueue::pick`] and belongs
-//! to the caller, which can look at [`HopQueue::waiting_at`].
+//! Waiting for company (convoy mode) is not its business: [`Convoys`] says which hops are held, and
+//! [`HopQueue::pick_ready`] leaves those out.
 use std::fmt;
 
 use afd_common::ids::{HopKey, LayerIdx};
 
+mod convoy;
 mod ledger;
 #[cfg(test)]
 mod tests;
 
+pub use convoy::Convoys;
 pub use ledger::{HopLedger, MAX_STAGES};
 
 /// Names a source of hops within one engine; never reused.
@@ -185,7 +187,17 @@ impl<T> HopQueue<T> {
 
     /// Moves the hops to run next into `batch`, the leader first, and says their layer; `None` when nothing waits.
     pub fn pick(&mut self, batch: &mut Vec<QueuedHop<T>>) -> Option<LayerIdx> {
-        let leader = self.layers.iter().flatten().min_by_key(|hop| (hop.turn, hop.arrival))?;
+        self.pick_ready(batch, |_| false)
+    }
+
+    /// The same among the hops that are not held; `None` when all are.
+    pub fn pick_ready(
+        &mut self,
+        batch: &mut Vec<QueuedHop<T>>,
+        is_held: impl Fn(&QueuedHop<T>) -> bool,
+    ) -> Option<LayerIdx> {
+        let ready = self.layers.iter().flatten().filter(|hop| !is_held(hop));
+        let leader = ready.min_by_key(|hop| (hop.turn, hop.arrival))?;
         let (layer, turn) = (leader.key.layer, leader.turn);
         self.turn = turn;
         let hops = &mut self.layers[usize::from(layer.0)];
@@ -193,6 +205,9 @@ impl<T> HopQueue<T> {
         let (first, mut rows) = (batch.len(), 0u64);
         let max_rows = self.max_rows;
         batch.extend(hops.extract_if(.., |hop| {
+            if is_held(hop) {
+                return false;
+            }
             let fits = rows == 0 || hop.rows == 0 || rows + u64::from(hop.rows) <= max_rows;
             rows += if fits { u64::from(hop.rows) } else { 0 };
             fits

@@ -168,6 +168,7 @@ async fn the_death_of_the_engine_ends_the_rank_with_an_error_and_tells_its_peers
         max_batch_rows: 64,
         metrics: EngineMetrics::new(&metrics).unwrap(),
         inject_delay: Duration::ZERO,
+        board: Duration::ZERO,
         routing: Default::default(),
     };
     let settings = Settings {
