@@ -6,6 +6,7 @@ use crate::config::ServeArgs;
 use crate::doctor::DoctorArgs;
 use crate::plan::cli::PlanArgs;
 use crate::probe::ProbeArgs;
+use crate::profile::ProfileArgs;
 
 /// The attention role of a disaggregated language model: requests, KV cache, attention, sampling
 #[derive(Debug, Parser)]
@@ -29,6 +30,8 @@ pub enum Command {
     Probe(Box<ProbeArgs>),
     /// Work out how many attention and FFN ranks, how many stages, or whether to disaggregate at all
     Plan(Box<PlanArgs>),
+    /// Record some steps of a running rank and its FFN ranks as one timeline, for Perfetto
+    Profile(ProfileArgs),
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ pub mod kv_cache;
 pub mod model;
 pub mod plan;
 pub mod probe;
+pub mod profile;
 pub mod remote_ffn;
 pub mod request;
 pub mod sampler;

@@ -42,6 +42,10 @@ fn main() -> ExitCode {
             }
             Err(error) => fail(FAILURE, format!("{error:#}")),
         },
+        Command::Profile(args) => match runtime.block_on(attention_svc::profile::run(args)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(FAILURE, error),
+        },
         Command::Plan(args) => {
             attention_svc::plan::cli::run(*args).unwrap_or_else(|error| fail(FAILURE, format!("{error:#}")))
         }

@@ -9,6 +9,7 @@ mod loss;
 mod measured;
 mod network;
 mod pair;
+mod plans;
 mod scale;
 mod stages;
 mod standing;

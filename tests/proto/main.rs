@@ -5,6 +5,7 @@ mod breaking;
 mod comments;
 mod lint;
 mod recorded;
+mod round_trip;
 
 use std::path::{Path, PathBuf};
 

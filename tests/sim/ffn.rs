@@ -54,6 +54,7 @@ impl Process {
             max_batch_rows: 2 * MAX_ROWS,
             metrics: metrics(),
             inject_delay: Duration::ZERO,
+            board: Duration::ZERO,
             routing: Routing::Model,
         };
         Self {
@@ -117,12 +118,21 @@ impl Process {
         }
     }
 
-    /// A plan arrives. A session that has ended hears nothing any more.
+    /// A plan or its withdrawal arrives. A session that has ended hears nothing any more.
     ///
     /// # Errors
     /// The plan book's: an attention rank must never send what is refused.
-    pub(crate) fn plan(&mut self, tag: u64, plan: &v1::StepPlan) -> Result<(), String> {
+    pub(crate) fn plan(&mut self, tag: u64, message: &v1::steps_request::Message) -> Result<(), String> {
         let Some(session) = self.sessions.get_mut(&tag) else { return Ok(()) };
+        let plan = match message {
+            v1::steps_request::Message::Plan(plan) => plan,
+            v1::steps_request::Message::Cancel(cancel) => {
+                session.book.cancel(StepId(cancel.step_id));
+                session.accounts.handle_cancel(StepId(cancel.step_id));
+                return Ok(());
+            }
+            v1::steps_request::Message::Heartbeat(_) => return Ok(()),
+        };
         session.book.accept(plan).map_err(|error| error.to_string())?;
         let stages = plan.padded_tokens.len() as u32;
         session.accounts.handle_plan(StepId(plan.step_id), Planned { stages, profile: false, trace: None });

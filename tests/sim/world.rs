@@ -54,7 +54,7 @@ enum Event {
         rank: usize,
         incarnation: u64,
         tag: u64,
-        plan: v1::StepPlan,
+        plan: v1::steps_request::Message,
     },
     /// A control task and its rank hear of each other, if they can.
     Beat {
@@ -116,7 +116,7 @@ struct Control {
     tag: u64,
     process: roster::Process,
     incarnation: u64,
-    plans: mpsc::Receiver<v1::StepPlan>,
+    plans: mpsc::Receiver<v1::steps_request::Message>,
     abandoned: mpsc::Receiver<String>,
     life: Arc<Life>,
     heard_us: u64,

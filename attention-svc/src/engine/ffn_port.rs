@@ -43,6 +43,15 @@ pub trait FfnPort: Send {
     /// [`FfnLoss`]; the engine then gives up the step (or, after [`FfnLoss::Rejected`], that stage).
     fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss>;
 
+    /// Says what the step after the present one is going to be, as far as can be told: nothing to rely on. Called after
+    /// `begin_step`; a `begin_step` that says otherwise, or [`withdraw`](Self::withdraw), supersedes it.
+    fn announce_ahead(&mut self, _next: &StepOutline) {}
+
+    /// What was announced ahead does not come. Whether anything was: its id must not be used again then.
+    fn withdraw(&mut self) -> bool {
+        false
+    }
+
     /// The step is over, well or not.
     fn end_step(&mut self, step: StepId);
 
@@ -51,7 +60,7 @@ pub trait FfnPort: Send {
         None
     }
 
-    /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace). Good until the next step.
+    /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace) or [profiled](StepOutline::profile). Good until the next step.
     fn hop_records(&self) -> &[HopRecord] {
         &[]
     }
@@ -78,6 +87,8 @@ pub struct StepOutline {
     pub phase: Phase,
     /// Rows of each stage, at least 1 each.
     pub stage_rows: Vec<usize>,
+    /// Whether the times of its hops are wanted from both sides.
+    pub profile: bool,
     /// The step's own span, when its hops are to be recorded as children of it.
     pub trace: Option<TraceContext>,
 }

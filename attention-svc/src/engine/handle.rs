@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use afd_common::link::Doorbell;
 use crossbeam_channel::{Receiver, Sender};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
+use super::profile::{Profile, ProfiledStep};
 use super::{EngineConfig, EngineMetrics};
 use crate::request::{SequenceError, SequenceId, SequenceRequest};
 use crate::scheduler::{Scheduler, SchedulerLimits};
@@ -15,6 +16,7 @@ use crate::scheduler::{Scheduler, SchedulerLimits};
 pub(super) enum Command {
     Submit(SequenceId, SequenceRequest, Queued),
     Abort(SequenceId),
+    Profile(Profile),
 }
 
 /// How the engine is.
@@ -115,6 +117,15 @@ impl EngineHandle {
     pub fn abort(&self, id: SequenceId) {
         // An engine that has ended has told every sequence so.
         let _ = self.send(Command::Abort(id));
+    }
+
+    /// Records the next steps. The answer comes when they have run; dropping it ends the recording. Another call takes its
+    /// place.
+    pub fn profile(&self, num_steps: usize) -> oneshot::Receiver<Vec<ProfiledStep>> {
+        let (reply, answer) = oneshot::channel();
+        // An engine that has ended drops what it is sent, which the answer tells.
+        let _ = self.send(Command::Profile(Profile::new(num_steps, reply)));
+        answer
     }
 
     /// Takes nothing new from now on, finishes what there is until `deadline`, then fails the rest as `ShuttingDown` and

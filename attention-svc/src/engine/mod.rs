@@ -3,7 +3,7 @@
 //!
 //! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `forward` (the
 //! layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens to events). Beside them, `trace`
-//! records what is wanted of it.
+//! and `profile` record what is wanted of it.
 mod active;
 mod attention_port;
 mod cached_attention;
@@ -13,6 +13,7 @@ mod ffn_port;
 mod forward;
 mod handle;
 mod metrics;
+mod profile;
 mod run;
 #[cfg(test)]
 mod tests;
@@ -26,5 +27,6 @@ pub use ffn_port::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 pub use forward::StageOutput;
 pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};
+pub use profile::ProfiledStep;
 pub use thread::{EngineDeath, EngineStartError, spawn};
-pub use trace::EngineTracing;
+pub use trace::{AttendRecord, EngineTracing};

@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use super::active::{Active, News};
 use super::forward::{ForwardTimes, StageOutcomes, forward};
 use super::handle::Command;
+use super::profile::Profile;
 use super::trace::{StepRecorder, StepTrace};
 use super::{
     AttentionPort, DecodeRun, EagerReason, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss,
@@ -20,7 +21,7 @@ use crate::kv_cache::BlockPool;
 use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId, Usage};
 use crate::sampler::Scratch;
 use crate::scheduler::{
-    ChosenStages, NewSequence, Phase, Scheduler, Stage, StageCounts, StagePick, StageRules, Step,
+    ChosenStages, NewSequence, Phase, Scheduler, Stage, StageCounts, StagePick, StageRules, Step, StepItem,
 };
 
 /// How soon a caller that went away is noticed while no step runs.
@@ -47,6 +48,7 @@ pub(super) struct Engine<A: AttentionPort> {
     bell: Doorbell,
     recorder: StepRecorder,
     stage_counts: StageCounts,
+    profile: Option<Profile>,
     last_step: StepId,
     /// Set while the FFN cannot be used.
     loss: Option<Loss>,
@@ -88,6 +90,7 @@ impl<A: AttentionPort> Engine<A> {
             bell,
             recorder,
             stage_counts,
+            profile: None,
             last_step: StepId(0),
             loss: None,
         }
@@ -115,6 +118,9 @@ impl<A: AttentionPort> Engine<A> {
             }
             let ran = ready && self.step()?;
             self.publish();
+            if !ran && self.ffn.withdraw() {
+                self.last_step = StepId(self.last_step.0 + 1);
+            }
             if !ran {
                 self.news.deliver();
                 self.bell.wait(seen, self.wake_at(now));
@@ -125,6 +131,7 @@ impl<A: AttentionPort> Engine<A> {
     fn handle(&mut self, command: Command) {
         match command {
             Command::Abort(id) => self.finish(id, FinishReason::Cancelled),
+            Command::Profile(profile) => self.profile = Some(profile),
             Command::Submit(id, request, queued) => {
                 let new = NewSequence {
                     id,
@@ -241,6 +248,10 @@ impl<A: AttentionPort> Engine<A> {
         let stages = self.scheduler.stages(&step, &rules);
         self.last_step = StepId(self.last_step.0 + 1);
         let trace = self.record(&step);
+        self.profile.take_if(|profile| !profile.is_wanted());
+        if self.profile.is_some() && trace.is_none() {
+            self.recorder.attends.clear();
+        }
         let outline = self.outline(&step, &stages, trace.as_ref());
         let span = tracing::debug_span!(
             "step",
@@ -256,7 +267,8 @@ impl<A: AttentionPort> Engine<A> {
 
         let mut times = ForwardTimes::default();
         let begun = Instant::now();
-        let outcomes = self.run_layers(&outline, &stages, &mut times);
+        let ahead = self.foresee(&step, &outline);
+        let outcomes = self.run_layers(&outline, ahead.as_ref(), &stages, &mut times);
         self.metrics.note_stages(stages.len());
         if outcomes.is_ok() {
             self.stage_counts.handle_step(chosen, begun.elapsed().as_secs_f64() * 1e6);
@@ -271,6 +283,10 @@ impl<A: AttentionPort> Engine<A> {
         if let Some(trace) = trace {
             let hops = self.ffn.hop_records();
             self.recorder.end(&trace, &outline, start, &times, hops, lost.as_deref());
+        }
+        if let Some(profile) = self.profile.take() {
+            let (attends, hops) = (&self.recorder.attends, self.ffn.hop_records());
+            self.profile = profile.handle_step(&outline, start, attends, hops);
         }
         self.metrics.step_us.add_time(start.elapsed());
         Ok(true)
@@ -310,11 +326,29 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
+    /// The next step, where this one will most likely be followed by its like: everybody decodes, nobody waits, and no trace
+    /// is wanted, which is decided anew for every step.
+    fn foresee(&self, step: &Step, outline: &StepOutline) -> Option<StepOutline> {
+        let rules = &self.config.stages;
+        let is_settled = match rules.pick {
+            StagePick::Most => true,
+            StagePick::Measured => self.stage_counts.is_settled(outline.phase, step.num_tokens()),
+        };
+        let all_decode = outline.phase == Phase::Decode && step.items.len() == self.scheduler.num_running();
+        let spans =
+            |item: &StepItem| self.sequences.get(&item.sequence).is_some_and(|active| active.spans.is_some());
+        let certain =
+            is_settled && all_decode && self.scheduler.num_waiting() == 0 && !step.items.iter().any(spans);
+        let profile = self.profile.as_ref().is_some_and(Profile::goes_on);
+        certain.then(|| StepOutline { step: StepId(outline.step.0 + 1), profile, ..outline.clone() })
+    }
+
     fn outline(&self, step: &Step, stages: &[Stage], trace: Option<&StepTrace>) -> StepOutline {
         StepOutline {
             step: self.last_step,
             phase: step.phase(),
             stage_rows: stages.iter().map(|stage| stage.batch.input_ids.len()).collect(),
+            profile: self.profile.is_some(),
             trace: trace.map(|trace| trace.context),
         }
     }
@@ -322,6 +356,7 @@ impl<A: AttentionPort> Engine<A> {
     fn run_layers(
         &mut self,
         outline: &StepOutline,
+        ahead: Option<&StepOutline>,
         stages: &[Stage],
         times: &mut ForwardTimes,
     ) -> Result<StageOutcomes, FfnLoss> {
@@ -349,9 +384,11 @@ impl<A: AttentionPort> Engine<A> {
             }
         }
         news.deliver();
-        let attends = outline.trace.is_some().then_some(&mut self.recorder.attends);
+        let is_recorded = outline.trace.is_some() || outline.profile;
+        let attends = is_recorded.then_some(&mut self.recorder.attends);
         let outcomes = ffn
             .begin_step(outline)
+            .map(|()| ahead.into_iter().for_each(|next| ffn.announce_ahead(next)))
             .and_then(|()| forward(attention, ffn, outline.step, stages, times, attends));
         ffn.end_step(outline.step);
         self.metrics.attention_us.add_time(times.attention);

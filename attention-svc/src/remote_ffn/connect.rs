@@ -39,6 +39,7 @@ pub fn remote(names: Vec<String>, control: ControlSettings, port: PortSettings) 
         changed: Notify::new(),
         vacated: Notify::new(),
         roster: Mutex::default(),
+        reports: Arc::clone(&stats.reports),
     };
     let directory = Arc::new(Directory::new(names, Arc::new(shared), Arc::clone(&stats)));
     let described = Arc::clone(&directory);

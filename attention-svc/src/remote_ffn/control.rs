@@ -21,6 +21,7 @@ use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
 use super::hop_table::EdgeId;
 use super::joining::{self, Opened, Target};
 use super::roster::{NotSeated, Process, Roster};
+use super::stats::FfnReports;
 use super::stream_edge::StreamEdge;
 use super::stream_joining::StreamSettings;
 
@@ -76,6 +77,8 @@ pub struct Shared {
     pub vacated: Notify,
     /// Which process holds which rank.
     pub roster: Mutex<Roster>,
+    /// What ranks say of steps that were profiled.
+    pub reports: Arc<FfnReports>,
 }
 
 /// One address, for people and for readiness.
@@ -293,6 +296,7 @@ impl<'a> Control<'a> {
         let life = Arc::new(Life::new(shared.started));
         let control = EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) };
         let draining = false;
+        let named = Arc::clone(&peer);
         let (kind, up) = match link {
             Opened::Host(link) => {
                 let (kind, control) = (link.limits().kind, Some(control));
@@ -310,7 +314,8 @@ impl<'a> Control<'a> {
         shared.tell(up);
         let lease = Duration::from_millis(joined.lease_ms.max(100).into());
         let steps_may_fail = kind.is_stream_driven();
-        let talk = Talk { id, shared, life, lease, to_rank, last_hop: (0, 0), steps_may_fail };
+        let talk =
+            Talk { id, peer: named, shard, shared, life, lease, to_rank, last_hop: (0, 0), steps_may_fail };
         let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
         shared.tell(EdgeEvent::Down { id, why: why.clone() });
         Err(SessionError::Broken(why))
@@ -320,6 +325,8 @@ impl<'a> Control<'a> {
 /// The control stream of an edge.
 struct Talk<'a> {
     id: EdgeId,
+    peer: Arc<str>,
+    shard: Shard,
     shared: &'a Shared,
     life: Arc<Life>,
     lease: Duration,
@@ -333,7 +340,7 @@ impl Talk<'_> {
     /// Until one side ends it: says why.
     async fn run(
         mut self,
-        mut plans: mpsc::Receiver<v1::StepPlan>,
+        mut plans: mpsc::Receiver<v1::steps_request::Message>,
         mut abandoned: mpsc::Receiver<String>,
         mut responses: tonic::Streaming<v1::StepsResponse>,
         stop: &CancellationToken,
@@ -343,7 +350,7 @@ impl Talk<'_> {
         loop {
             let request = tokio::select! {
                 plan = plans.recv() => match plan {
-                    Some(plan) => v1::steps_request::Message::Plan(plan),
+                    Some(plan) => plan,
                     None => return "the engine has dropped the edge".to_owned(),
                 },
                 _ = beat.tick() => heartbeat(),
@@ -385,9 +392,11 @@ impl Talk<'_> {
                     compute_us = report.compute_us,
                     "step report"
                 );
-                let failed = report.error.filter(|_| self.steps_may_fail);
-                return failed
-                    .map(|error| format!("step {} failed there: {}", report.step_id, error.message));
+                let failed = report.error.clone().filter(|_| self.steps_may_fail);
+                let failed =
+                    failed.map(|error| format!("step {} failed there: {}", report.step_id, error.message));
+                self.shared.reports.handle_report(&self.peer, self.shard, report);
+                return failed;
             }
             Some(v1::steps_response::Message::Draining(draining)) => {
                 tracing::info!(remaining_ms = draining.remaining_ms, "FFN rank is draining");

@@ -40,8 +40,8 @@ pub struct Edge {
 /// The engine's way to the control task of an edge.
 #[derive(Clone)]
 pub struct EdgeControl {
-    /// Plans, in order. Full means that the control plane is slow: the plan is dropped and counted.
-    pub plans: mpsc::Sender<v1::StepPlan>,
+    /// Plans and withdrawals, in order. Full means that the control plane is slow: the message is dropped and counted.
+    pub plans: mpsc::Sender<v1::steps_request::Message>,
     /// Why the engine gave the edge up.
     pub abandon: mpsc::Sender<String>,
     /// How far the rank says it is, and whether it was given up.

@@ -56,7 +56,7 @@ impl<E: OfShard> Edges<E> {
     }
 
     /// All edges.
-    pub fn iter(&self) -> impl Iterator<Item = &E> {
+    pub fn iter(&self) -> impl Iterator<Item = &E> + Clone {
         self.shards.iter().flatten()
     }
 

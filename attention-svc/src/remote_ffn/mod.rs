@@ -3,9 +3,10 @@
 //! On a token's path: the engine dispatches a layer's rows ([`port`]), they are kept ([`kept`]), shared out over the shards
 //! ([`routes`]) and their parts tracked ([`hop_table`]) until every partial sum is back. Beside it, in tokio: [`directory`]
 //! finds the ranks behind `--ffn` and says how they stand ([`standing`]), one [`control`] task per rank joins ([`joining`],
-//! [`roster`]), opens links and sends plans; [`edge`] is what both sides say to each other. Between GPUs a stream drives the links
-//! ([`stream_joining`], [`stream_edge`]) and whole steps are enqueued ([`streams`]). [`local`] puts the FFN into this
+//! [`roster`]), opens links and sends plans ([`announce`] says which); [`edge`] is what both sides say to each other. Between
+//! GPUs a stream drives the links ([`stream_joining`], [`stream_edge`]) and whole steps are enqueued ([`streams`]). [`local`] puts the FFN into this
 //! process instead (`--ffn local`), and [`connect`] puts the parts together.
+pub mod announce;
 pub mod clock;
 pub mod connect;
 pub mod control;

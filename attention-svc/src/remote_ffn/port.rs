@@ -12,12 +12,12 @@ use afd_common::identity::ExpertRules;
 use afd_common::ids::{HopKey, StepId};
 use afd_common::link::{Doorbell, LinkError};
 use afd_common::placement::Placement;
-use afd_common::proto::v1;
 use afd_common::routing::{Routing, balanced_ids};
 use afd_gpu::Stream;
 use crossbeam_channel::Receiver;
 use tch::{Device, TchError, Tensor};
 
+use super::announce::{Announcements, step_plan};
 use super::clock::Clock;
 use super::edge::{Edge, EdgeEvent};
 use super::edges::Edges;
@@ -31,7 +31,6 @@ use super::stream_edge::StreamEdge;
 use super::streams::{StreamPlace, Streams, decode_plan};
 use crate::device::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
 use crate::engine::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
-use crate::scheduler::Phase;
 
 /// What stays the same for the life of the process.
 #[derive(Clone, Debug)]
@@ -85,7 +84,7 @@ pub struct RemoteFfn {
     placement: Option<Arc<Placement>>,
     /// Memory to put the rows of one shard together in.
     gathered: Vec<u8>,
-    announced: Option<Announced>,
+    announced: Announcements,
     recorder: HopRecorder,
     clock: Box<dyn Clock>,
     started: Instant,
@@ -127,7 +126,7 @@ impl RemoteFfn {
             parts: Vec::new(),
             placement: None,
             gathered: Vec::new(),
-            announced: None,
+            announced: Announcements::default(),
             recorder: HopRecorder::default(),
             clock,
             started,
@@ -262,9 +261,7 @@ impl RemoteFfn {
                 Ok(()) => {
                     let num_rows = kept.num_rows_of(part.shard);
                     self.stats.handle_sent(part.shard, num_rows);
-                    if let Some(announced) = &mut self.announced {
-                        announced.tell(edge, &self.stats);
-                    }
+                    self.announced.tell(edge, &self.stats);
                     let id = edge.id;
                     self.recorder.handle_sent(part.key, part.shard, num_rows, edge, part.sends);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
@@ -414,12 +411,8 @@ impl FfnPort for RemoteFfn {
         if let Some(shard) = self.edges.first_bereft() {
             return Err(self.unavailable(shard));
         }
-        let mut announced = Announced { plan: step_plan(outline), to: Vec::new() };
-        for edge in self.edges.iter() {
-            announced.tell(edge, &self.stats);
-        }
-        self.announced = Some(announced);
-        self.recorder.begin_step(outline.trace.is_some());
+        self.announced.begin(outline, self.edges.iter(), &self.stats);
+        self.recorder.begin_step(outline.trace.is_some() || outline.profile);
         Ok(())
     }
 
@@ -478,7 +471,7 @@ impl FfnPort for RemoteFfn {
 
     fn end_step(&mut self, _step: StepId) {
         self.hops.clear();
-        self.announced = None;
+        self.announced.end();
         let now = self.clock.now();
         if let Some(streams) = &mut self.streams {
             streams.end_step(&self.stats, now);
@@ -490,6 +483,15 @@ impl FfnPort for RemoteFfn {
         // Looked at first: what was captured may be of no more use.
         self.idle();
         if self.by_stream() { Some(self) } else { None }
+    }
+
+    // Never over links that a stream drives: there a plan is what starts its step.
+    fn announce_ahead(&mut self, next: &StepOutline) {
+        self.announced.tell_ahead(next, self.edges.iter(), &self.stats);
+    }
+
+    fn withdraw(&mut self) -> bool {
+        self.announced.withdraw(self.edges.iter(), &self.stats)
     }
 
     fn hop_records(&self) -> &[HopRecord] {
@@ -562,42 +564,5 @@ fn balanced(rank: u32, hop: HopKey, weights: &Tensor, num_experts: usize) -> Res
 fn observe(edge: &Edge, sent_us: Option<u64>, now_us: u64) {
     if let (Some(seconds), Some(sent_us)) = (&edge.hop_seconds, sent_us) {
         seconds.observe(now_us.saturating_sub(sent_us) as f64 / 1e6);
-    }
-}
-
-/// A step's plan, and the edges that have heard it: a rank ends the session of who tells it twice.
-struct Announced {
-    plan: v1::StepPlan,
-    to: Vec<EdgeId>,
-}
-
-impl Announced {
-    /// Tells an edge, unless it knows: all at the start of the step, later those that joined since and get a hop.
-    /// Losing a plan costs its deadline and its trace and nothing else: the hop runs without it and is counted.
-    fn tell(&mut self, edge: &Edge, stats: &FfnStats) {
-        let Some(control) = &edge.control else { return };
-        if self.to.contains(&edge.id) {
-            return;
-        }
-        self.to.push(edge.id);
-        if control.plans.try_send(self.plan.clone()).is_err() {
-            stats.handle_plan_dropped();
-        }
-    }
-}
-
-fn step_plan(outline: &StepOutline) -> v1::StepPlan {
-    let phase = match outline.phase {
-        Phase::Prefill => v1::Phase::Prefill,
-        Phase::Decode => v1::Phase::Decode,
-        Phase::Mixed => v1::Phase::Mixed,
-    };
-    v1::StepPlan {
-        step_id: outline.step.0,
-        padded_tokens: outline.stage_rows.iter().map(|rows| *rows as u32).collect(),
-        phase: phase.into(),
-        traceparent: outline.trace.map(|trace| trace.to_string()).unwrap_or_default(),
-        sampled: outline.trace.is_some(),
-        ..v1::StepPlan::default()
     }
 }

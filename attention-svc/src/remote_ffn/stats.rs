@@ -1,14 +1,58 @@
 //! What the way to the FFN counts, as plain atomics: written by the engine thread, read by `/metrics` and `/health`.
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
+use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
 use afd_common::link::book::LinkBook;
+use afd_common::proto::v1;
 use afd_common::telemetry::metrics::{Histogram, HistogramVec};
 use tokio::sync::watch;
 
 use super::hop_table::Arrival;
+
+/// Reports of profiled steps that are kept.
+const MAX_REPORTS: usize = 4096;
+
+/// What an FFN rank said of a step that was profiled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FfnReport {
+    /// For people.
+    pub peer: Arc<str>,
+    /// Which part of every layer it owns.
+    pub shard: Shard,
+    /// With the times of its hops.
+    pub report: v1::StepReport,
+}
+
+/// Reports that nobody has taken yet, the oldest given up first.
+#[derive(Debug, Default)]
+pub struct FfnReports(Mutex<VecDeque<FfnReport>>);
+
+impl FfnReports {
+    /// Keeps a report, if it has times.
+    pub fn handle_report(&self, peer: &Arc<str>, shard: Shard, report: v1::StepReport) {
+        if report.hops.is_empty() {
+            return;
+        }
+        let mut reports = self.lock();
+        if reports.len() == MAX_REPORTS {
+            reports.pop_front();
+        }
+        reports.push_back(FfnReport { peer: Arc::clone(peer), shard, report });
+    }
+
+    /// Takes all.
+    pub fn take(&self) -> Vec<FfnReport> {
+        self.lock().drain(..).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<FfnReport>> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
 
 /// Counters of all edges together.
 #[derive(Debug, Default)]
@@ -27,6 +71,8 @@ pub struct FfnStats {
     pub losses: AtomicU64,
     /// Parts of hops sent again.
     pub replays: AtomicU64,
+    /// Steps that came as they had been told ahead.
+    pub plans_ahead: AtomicU64,
     /// Plans that did not fit into an edge's queue.
     pub plans_dropped: AtomicU64,
     /// Answers to hops that nobody waits for.
@@ -37,6 +83,8 @@ pub struct FfnStats {
     pub hop_seconds: OnceLock<HistogramVec>,
     /// What went over the links.
     pub links: Arc<LinkBook>,
+    /// Of steps that were profiled.
+    pub reports: Arc<FfnReports>,
 }
 
 impl FfnStats {
@@ -88,6 +136,10 @@ impl FfnStats {
     /// Where an edge of this kind counts its hops.
     pub(super) fn hop_seconds_of(&self, kind: LinkKind) -> Option<Histogram> {
         Some(self.hop_seconds.get()?.with_label_values(&[&kind.to_string()]))
+    }
+
+    pub(super) fn handle_plan_ahead(&self) {
+        self.plans_ahead.fetch_add(1, Relaxed);
     }
 
     pub(super) fn handle_plan_dropped(&self) {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use afd_common::ids::{HopKey, LayerIdx, StepId};
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
+use afd_common::proto::v1::steps_request::Message;
 use afd_ffi::cuda;
 use afd_gpu::channel::StepError;
 use afd_gpu::{Device, Region, Stream};
@@ -141,7 +142,7 @@ impl Streams {
         stats: &FfnStats,
         now: Instant,
     ) -> Result<(), FfnLoss> {
-        let deaf = self.used().find(|edge| edge.control.plans.try_send(plan.clone()).is_err());
+        let deaf = self.used().find(|edge| edge.control.plans.try_send(Message::Plan(plan.clone())).is_err());
         let Some((id, peer)) = deaf.map(|edge| (edge.id, edge.peer.to_string())) else { return Ok(()) };
         let what = "its control stream takes no plan";
         stats.handle_plan_dropped();

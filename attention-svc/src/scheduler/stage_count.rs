@@ -96,6 +96,14 @@ impl StageCounts {
         ChosenStages { num_stages, rows, load: Some(load) }
     }
 
+    /// Whether the next step of this kind will be split as the last one was.
+    pub fn is_settled(&self, phase: Phase, rows: usize) -> bool {
+        let size = rows.max(1).pow(2).ilog2();
+        let of_kind = |load: &&Load| load.kind.size == size && load.kind.decodes == (phase == Phase::Decode);
+        let mut of_kind = self.loads.iter().filter(of_kind);
+        of_kind.all(|load| matches!(load.state, State::Settled(2..)))
+    }
+
     /// A step ran well and took so long.
     pub fn handle_step(&mut self, chosen: ChosenStages, micros: f64) {
         let Some(load) = chosen.load.and_then(|load| self.loads.get_mut(load)) else { return };

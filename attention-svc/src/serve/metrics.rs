@@ -108,6 +108,7 @@ pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> 
     show("afd_hop_wait_seconds_total", "Time the engine waited for combines.", 1e-6, |s| &s.wait_us)?;
     show("afd_ffn_losses_total", "FFN ranks lost.", 1.0, |s| &s.losses)?;
     show("afd_hop_replays_total", "Parts of hops sent again.", 1.0, |s| &s.replays)?;
+    show("afd_plans_ahead_total", "Steps that came as told one step ahead.", 1.0, |s| &s.plans_ahead)?;
     show("afd_plans_dropped_total", "Plans that did not fit a queue.", 1.0, |s| &s.plans_dropped)?;
     let sent = Arc::clone(stats);
     let help = "Rows sent to each shard: fewer than all with the gate on attention.";

@@ -23,6 +23,7 @@ use crate::api::{self, Api, ApiLimits, ApiParts, Readiness};
 use crate::config::{OptionError, ServeConfig};
 use crate::engine::{self, EngineDeath, EngineHandle, EngineStartError};
 use crate::model::{ModelError, NoKernels};
+use crate::profile;
 use crate::remote_ffn::directory::DirectoryError;
 use crate::text::TextError;
 use afd_common::config::model::ConfigError;
@@ -174,7 +175,8 @@ impl Server {
                 sampling: config.trace.sampling,
             },
         })?;
-        let router = api::router(api, tonic::service::Routes::default())?;
+        let profile = profile::route::router(engine.clone(), Arc::clone(&stats.reports), config.ffn.rank);
+        let router = api::router(api, tonic::service::Routes::default())?.merge(profile);
         let stop_port = CancellationToken::new();
         config.address.access.warn(address);
         let access = config.address.access.clone();

@@ -1,8 +1,9 @@
 //! The plans of one session: which were announced, which are under way. Pure: it checks and remembers, it runs nothing.
 //!
-//! Rules: step ids grow and may skip; a plan of the newest step may be replaced by a higher revision, and withdrawn; a
-//! step that was announced, withdrawn or left behind cannot be announced again. A plan is a bound, so hops that come
-//! without one are none of this module's business.
+//! Rules: step ids grow and may skip; a plan may be replaced by a higher revision, and withdrawn; a step that was announced,
+//! withdrawn or left behind cannot be announced again. Rows travel another way than plans, so a revision may come when its
+//! step is over: that is nobody's fault and changes nothing. A plan is a bound, so hops that come without one are none of
+//! this module's business.
 use std::collections::VecDeque;
 
 use afd_common::ids::StepId;
@@ -41,8 +42,8 @@ pub enum PlanError {
         /// Highest step so far.
         newest: u64,
     },
-    /// The step is over or was withdrawn.
-    #[error("step {step} is over or was withdrawn")]
+    /// The step was withdrawn, or is long over.
+    #[error("step {step} was withdrawn or is long over")]
     Over {
         /// Which step.
         step: u64,
@@ -100,6 +101,8 @@ pub enum Accepted {
     New,
     /// It replaces the step's earlier plan.
     Revised,
+    /// It revises a step that is over.
+    Late,
 }
 
 /// See the module's head.
@@ -108,18 +111,25 @@ pub struct PlanBook {
     limits: PlanLimits,
     newest: Option<StepId>,
     /// Oldest first.
-    open: VecDeque<(StepId, u32)>,
+    known: VecDeque<Known>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    step: StepId,
+    revision: u32,
+    is_over: bool,
 }
 
 impl PlanBook {
     /// An empty book.
     pub fn new(limits: PlanLimits) -> Self {
-        Self { limits, newest: None, open: VecDeque::with_capacity(MAX_OPEN) }
+        Self { limits, newest: None, known: VecDeque::with_capacity(MAX_OPEN) }
     }
 
     /// Plans that wait for their step to end.
     pub fn num_open(&self) -> usize {
-        self.open.len()
+        self.known.iter().filter(|known| !known.is_over).count()
     }
 
     /// Checks a plan and notes it.
@@ -132,10 +142,10 @@ impl PlanBook {
         match self.newest {
             Some(newest) if step <= newest => self.revise(plan, newest),
             _ => {
-                if self.open.len() == MAX_OPEN {
-                    self.open.pop_front();
+                if self.known.len() == MAX_OPEN {
+                    self.known.pop_front();
                 }
-                self.open.push_back((step, plan.revision));
+                self.known.push_back(Known { step, revision: plan.revision, is_over: false });
                 self.newest = Some(step);
                 Ok(Accepted::New)
             }
@@ -145,25 +155,26 @@ impl PlanBook {
     /// Withdraws a step; whether it was announced and still open. A step that is not known is none of our concern: the
     /// withdrawal may have crossed the report.
     pub fn cancel(&mut self, step: StepId) -> bool {
-        self.finish(step)
-    }
-
-    /// A step is over; whether it had been announced.
-    pub fn finish(&mut self, step: StepId) -> bool {
-        match self.open.iter().position(|(open, _)| *open == step) {
-            Some(at) => self.open.remove(at).is_some(),
+        match self.known.iter().position(|known| known.step == step) {
+            Some(at) => self.known.remove(at).is_some_and(|known| !known.is_over),
             None => false,
         }
     }
 
+    /// A step is over; whether it had been announced.
+    pub fn finish(&mut self, step: StepId) -> bool {
+        let known = self.known.iter_mut().find(|known| known.step == step);
+        known.is_some_and(|known| !std::mem::replace(&mut known.is_over, true))
+    }
+
     fn revise(&mut self, plan: &v1::StepPlan, newest: StepId) -> Result<Accepted, PlanError> {
         let step = plan.step_id;
-        match self.open.iter_mut().find(|(open, _)| open.0 == step) {
-            Some((_, known)) if plan.revision > *known => {
-                *known = plan.revision;
-                Ok(Accepted::Revised)
+        match self.known.iter_mut().find(|known| known.step.0 == step) {
+            Some(known) if plan.revision > known.revision => {
+                known.revision = plan.revision;
+                Ok(if known.is_over { Accepted::Late } else { Accepted::Revised })
             }
-            Some((_, known)) => Err(PlanError::Repeated { step, revision: plan.revision, known: *known }),
+            Some(known) => Err(PlanError::Repeated { step, revision: plan.revision, known: known.revision }),
             None if step == newest.0 => Err(PlanError::Over { step }),
             None => Err(PlanError::Backwards { step, newest: newest.0 }),
         }
@@ -220,7 +231,9 @@ mod tests {
         assert_eq!(book.accept(&plan(9, 2)), Err(PlanError::Repeated { step: 9, revision: 2, known: 2 }));
         assert_eq!(book.accept(&plan(5, 0)), Err(PlanError::Backwards { step: 5, newest: 9 }));
         assert!(book.finish(StepId(9)));
-        assert_eq!(book.accept(&plan(9, 3)), Err(PlanError::Over { step: 9 }));
+        assert_eq!(book.accept(&plan(9, 3)), Ok(Accepted::Late), "it crossed the step's last hop");
+        assert_eq!(book.accept(&plan(9, 3)), Err(PlanError::Repeated { step: 9, revision: 3, known: 3 }));
+        assert_eq!(book.num_open(), 1, "step 3");
         assert_eq!(book.accept(&plan(10, 0)), Ok(Accepted::New));
     }
 
@@ -268,7 +281,7 @@ mod tests {
                                 prop_assert!(newest < Some(step));
                                 newest = Some(step);
                             }
-                            Ok(Accepted::Revised) | Err(_) => prop_assert_eq!(book.num_open(), before),
+                            Ok(Accepted::Revised | Accepted::Late) | Err(_) => prop_assert_eq!(book.num_open(), before),
                         }
                     }
                 }

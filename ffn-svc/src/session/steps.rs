@@ -138,6 +138,9 @@ impl Stream<'_> {
             }
             Some(v1::steps_request::Message::Plan(plan)) => {
                 let accepted = self.book.accept(&plan)?;
+                if accepted == Accepted::Late {
+                    return Ok(());
+                }
                 let stages = plan.padded_tokens.len() as u32;
                 // What is malformed is ignored, as the standard asks.
                 let trace = plan.traceparent.parse().ok().filter(|_| plan.sampled);

@@ -7,7 +7,8 @@ mod step;
 use afd_common::telemetry::SpanSink;
 
 pub(super) use sequence::SequenceSpans;
-pub(super) use step::{AttendRecord, StepRecorder, StepTrace};
+pub use step::AttendRecord;
+pub(super) use step::{StepRecorder, StepTrace};
 
 /// Where the engine's spans go, and how many steps are recorded hop by hop.
 #[derive(Clone, Debug, Default)]

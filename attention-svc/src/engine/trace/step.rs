@@ -13,10 +13,13 @@ use super::{EngineTracing, SequenceSpans};
 
 /// When attention computed a layer of a stage.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct AttendRecord {
-    pub(crate) hop: HopKey,
-    pub(crate) begun: Instant,
-    pub(crate) ended: Instant,
+pub struct AttendRecord {
+    /// Whose rows went out afterwards.
+    pub hop: HopKey,
+    /// When it began.
+    pub begun: Instant,
+    /// When it was computed.
+    pub ended: Instant,
 }
 
 /// A step that is being recorded.

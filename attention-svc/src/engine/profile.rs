@@ -1,0 +1,87 @@
+//! Some steps, recorded from end to end because somebody asked (`attention-svc profile`).
+//!
+//! FFN ranks time a hop only once they know the plan that asks for it, and the first plan may come behind its step's first
+//! hops. So the first step is not recorded: it gives the plan of the second time to be there.
+use std::time::Instant;
+
+use afd_common::ids::StepId;
+use tokio::sync::oneshot;
+
+use super::HopRecord;
+use super::ffn_port::StepOutline;
+use super::trace::AttendRecord;
+use crate::scheduler::Phase;
+
+/// One step, as attention saw it.
+#[derive(Clone, Debug)]
+pub struct ProfiledStep {
+    /// Which.
+    pub step: StepId,
+    /// What it did.
+    pub phase: Phase,
+    /// Rows of all stages.
+    pub rows: usize,
+    /// Stages.
+    pub stages: usize,
+    /// When it began to be scheduled.
+    pub begun: Instant,
+    /// When its tokens had been told.
+    pub ended: Instant,
+    /// Attention of every layer and stage.
+    pub attends: Vec<AttendRecord>,
+    /// Every hop to every shard.
+    pub hops: Vec<HopRecord>,
+}
+
+/// A recording under way.
+pub(super) struct Profile {
+    num_steps: usize,
+    has_begun: bool,
+    steps: Vec<ProfiledStep>,
+    reply: oneshot::Sender<Vec<ProfiledStep>>,
+}
+
+impl Profile {
+    pub(super) fn new(num_steps: usize, reply: oneshot::Sender<Vec<ProfiledStep>>) -> Self {
+        Self { num_steps, has_begun: false, steps: Vec::new(), reply }
+    }
+
+    /// Whether anybody still wants it.
+    pub(super) fn is_wanted(&self) -> bool {
+        !self.reply.is_closed()
+    }
+
+    /// Whether the step after the present one will be wanted too.
+    pub(super) fn goes_on(&self) -> bool {
+        !self.has_begun || self.steps.len() + 1 < self.num_steps
+    }
+
+    /// A step is over. Gives itself back while more are to come.
+    pub(super) fn handle_step(
+        mut self,
+        outline: &StepOutline,
+        begun: Instant,
+        attends: &[AttendRecord],
+        hops: &[HopRecord],
+    ) -> Option<Self> {
+        if !std::mem::replace(&mut self.has_begun, true) {
+            return Some(self);
+        }
+        self.steps.push(ProfiledStep {
+            step: outline.step,
+            phase: outline.phase,
+            rows: outline.stage_rows.iter().sum(),
+            stages: outline.stage_rows.len(),
+            begun,
+            ended: Instant::now(),
+            attends: attends.to_vec(),
+            hops: hops.to_vec(),
+        });
+        if self.steps.len() < self.num_steps {
+            return Some(self);
+        }
+        // Whoever asked may have gone.
+        let _ = self.reply.send(self.steps);
+        None
+    }
+}

@@ -1,0 +1,89 @@
+//! `attention-svc profile`: the next steps of a running attention rank and its FFN ranks as one timeline, in Chrome's trace
+//! format, for Perfetto.
+//!
+//! In reading order: this (the command) → [`route`] (what the rank does: asks the engine, collects what FFN ranks report of
+//! the same steps) → [`chrome`] (times to lanes).
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+pub mod chrome;
+pub mod route;
+
+/// Added to the server's own limit, for the answer to travel.
+const FOR_THE_WAY: Duration = Duration::from_secs(10);
+
+/// Record some steps of a running rank.
+#[derive(Clone, Debug, Args)]
+pub struct ProfileArgs {
+    /// Attention rank to look at, such as http://127.0.0.1:8000
+    #[arg(long, value_name = "URL", required = true)]
+    url: String,
+    /// Steps to record; they need requests to run for
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    steps: usize,
+    /// Seconds to wait for them
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    timeout: u64,
+    /// Where to write the timeline; open it at https://ui.perfetto.dev
+    #[arg(long, value_name = "FILE.json", default_value = "profile.json")]
+    out: PathBuf,
+    /// File with a bearer token to send
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+}
+
+/// Why there is no timeline.
+#[derive(Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// The server cannot be asked, or has nothing to show.
+    #[error("{url}: {what}")]
+    Server {
+        /// Which.
+        url: String,
+        /// What went wrong.
+        what: String,
+    },
+    /// A file.
+    #[error("{option} {path}: {source}")]
+    File {
+        /// Which option names it.
+        option: &'static str,
+        /// Which file.
+        path: String,
+        /// The system's own words.
+        source: std::io::Error,
+    },
+}
+
+/// Asks for the timeline and writes it.
+///
+/// # Errors
+/// [`ProfileError`].
+pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
+    let failed = |what: String| ProfileError::Server { url: args.url.clone(), what };
+    let limit = Duration::from_secs(args.timeout) + FOR_THE_WAY;
+    let client = reqwest::Client::builder().no_proxy().timeout(limit).build();
+    let client = client.map_err(|error| failed(error.to_string()))?;
+    let wanted = serde_json::json!({"steps": args.steps, "timeout_s": args.timeout});
+    let mut request = client.post(format!("{}/profile", args.url.trim_end_matches('/'))).json(&wanted);
+    if let Some(path) = &args.api_key_file {
+        let read = std::fs::read_to_string(path);
+        let key = read.map_err(|source| file("--api-key-file", path, source))?;
+        request = request.bearer_auth(key.trim());
+    }
+    let answer = request.send().await.map_err(|error| failed(format!("{error:?}")))?;
+    let status = answer.status();
+    let text = answer.text().await.map_err(|error| failed(error.to_string()))?;
+    if !status.is_success() {
+        return Err(failed(format!("{status}: {text}")));
+    }
+    std::fs::write(&args.out, &text).map_err(|source| file("--out", &args.out, source))?;
+    println!("{} bytes written to {}; open it at https://ui.perfetto.dev", text.len(), args.out.display());
+    Ok(())
+}
+
+fn file(option: &'static str, path: &std::path::Path, source: std::io::Error) -> ProfileError {
+    ProfileError::File { option, path: path.display().to_string(), source }
+}

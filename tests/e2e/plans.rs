@@ -1,0 +1,94 @@
+//! Plans go one step ahead, and a timeline of both sides can be had from a running pair.
+use std::collections::BTreeSet;
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
+use afd_tests::oracle;
+use anyhow::{Context, ensure};
+use serde_json::{Value, json};
+
+const MODEL: &str = "tiny-mixtral";
+
+async fn metric(deployment: &Deployment, url: String, name: &str) -> anyhow::Result<f64> {
+    let text = deployment.client().get(url).send().await?.text().await?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(value.with_context(|| format!("no {name}"))?.parse()?)
+}
+
+#[tokio::test]
+async fn most_steps_of_a_long_answer_were_told_one_step_ahead() -> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 });
+    let deployment = Deployment::start(spec).await?;
+    let expected = fixtures::expected(MODEL)?;
+    // One after the other: after each the step that was told ahead does not come.
+    for prompt in &expected.prompts[..3] {
+        let answer = deployment.greedy(0, &prompt.input_ids, prompt.generated_ids.len() as u32).await?;
+        oracle::same(&prompt.generated_ids, &answer)?;
+    }
+    // All at once: batches grow and shrink, so some steps come otherwise than told.
+    let asked = expected
+        .prompts
+        .iter()
+        .map(|prompt| deployment.greedy(0, &prompt.input_ids, prompt.generated_ids.len() as u32));
+    for (prompt, answer) in expected.prompts.iter().zip(futures::future::join_all(asked).await) {
+        oracle::same(&prompt.generated_ids, &answer?)?;
+    }
+    let attention = |name| metric(&deployment, deployment.url(0, "/metrics"), name);
+    let (ahead, steps) = (attention("afd_plans_ahead_total").await?, attention("afd_steps_total").await?);
+    println!("{ahead} of {steps} steps came as told one step ahead");
+    ensure!(ahead > 0.5 * steps, "only {ahead} of {steps} steps came as told");
+    ensure!(attention("afd_ffn_losses_total").await? == 0.0, "a plan ended a session");
+    let ffn = format!("http://{}/metrics", deployment.ffn_addresses[0]);
+    let unplanned = metric(&deployment, ffn, "afd_ffn_hops_unplanned_total").await?;
+    println!("{unplanned} hops of shard 0 ran before their plan was there");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_profile_shows_every_rank_layer_and_stage_of_the_steps_asked_for() -> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 });
+    let deployment = Deployment::start(spec.attention_args(&["--stages", "2"])).await?;
+    let prompts = fixtures::expected(MODEL)?.prompts;
+    let load = async {
+        let asked = prompts[..4].iter().map(|prompt| deployment.greedy(0, &prompt.input_ids, 200));
+        futures::future::join_all(asked).await.into_iter().collect::<anyhow::Result<Vec<_>>>()
+    };
+    let ask = |steps: usize, timeout_s: u64| {
+        let wanted = json!({"steps": steps, "timeout_s": timeout_s});
+        deployment.client().post(deployment.url(0, "/profile")).json(&wanted).send()
+    };
+    let profile = ask(10, 30);
+    let (answer, _) = tokio::join!(profile, load);
+    let timeline: Value = answer?.error_for_status()?.json().await?;
+    if let Some(folder) = std::env::var_os("AFD_TEST_PROFILE") {
+        std::fs::write(std::path::Path::new(&folder).join("profile.json"), timeline.to_string())?;
+    }
+    let events = timeline["traceEvents"].as_array().context("events")?;
+    let names = |prefix: &str| -> Vec<&Value> {
+        events
+            .iter()
+            .filter(|event| event["name"].as_str().is_some_and(|name| name.starts_with(prefix)))
+            .collect()
+    };
+    let steps: BTreeSet<u64> =
+        names("step ").iter().filter_map(|event| event["args"]["step"].as_u64()).collect();
+    ensure!(steps.len() == 10, "steps {steps:?}");
+    let processes: BTreeSet<&str> =
+        names("process_name").iter().filter_map(|event| event["args"]["name"].as_str()).collect();
+    ensure!(processes.len() == 3, "A0, F0 and F1: {processes:?}");
+    // Hops of both shards, timed by both sides; where a step came unforeseen its plan may be behind its first hops.
+    let (hops, computed) = (names("L").len(), names("compute L").len());
+    println!("{hops} hops, {computed} of them timed by the FFN");
+    ensure!(
+        hops >= 10 * 4 * 2 && computed <= hops && 4 * computed >= 3 * hops,
+        "{hops} hops, {computed} timed"
+    );
+    for layer in 0..4 {
+        ensure!(!names(&format!("attention L{layer}")).is_empty(), "no attention of layer {layer}");
+    }
+    let refused = ask(0, 1).await?;
+    ensure!(refused.status() == 400, "{}", refused.status());
+    let nothing = ask(5, 1).await?;
+    ensure!(nothing.status() == 504 && nothing.text().await?.contains("did not run"));
+    Ok(())
+}
