@@ -90,7 +90,7 @@ fn open_links_response() -> impl Strategy<Value = v1::OpenLinksResponse> {
             kind,
             link_id,
             epoch,
-            secret: secret.into(),
+            secret,
             credits,
             max_rows,
             attach_timeout_ms,
@@ -179,7 +179,7 @@ fn steps_response() -> impl Strategy<Value = v1::StepsResponse> {
 }
 
 /// What is encoded is decoded; what is cut or garbled does not bring the reader down.
-fn survives<M: Message + Default + PartialEq>(
+fn survives<M: Message + Default + PartialEq + std::fmt::Debug>(
     message: &M,
     cut: usize,
     flip: usize,
@@ -226,12 +226,23 @@ proptest! {
     fn probes_and_drains_come_out_as_they_went_in(
         payload in prop::collection::vec(any::<u8>(), 0..100),
         answered_at_us: u64,
+        identity in proptest::option::of(identity()),
+        model in proptest::option::of(model()),
+        link_kinds in prop::collection::vec(any::<i32>(), 0..5),
         numbers: [u32; 2],
         cut in 0usize..200,
         flip: usize,
     ) {
-        survives(&v1::ProbeRequest { payload: payload.clone().into() }, cut, flip)?;
-        survives(&v1::ProbeResponse { payload: payload.into(), answered_at_us }, cut, flip)?;
+        survives(&v1::ProbeRequest { payload: payload.clone() }, cut, flip)?;
+        let probed = v1::ProbeResponse {
+            payload,
+            answered_at_us,
+            identity,
+            model,
+            link_kinds,
+            ..Default::default()
+        };
+        survives(&probed, cut, flip)?;
         survives(&v1::DrainRequest { timeout_ms: numbers[0] }, cut, flip)?;
         survives(&v1::DrainResponse { open_sessions: numbers[1] }, cut, flip)?;
     }
