@@ -77,8 +77,9 @@ fn join_response() -> impl Strategy<Value = v1::JoinResponse> {
 }
 
 fn open_links_request() -> impl Strategy<Value = v1::OpenLinksRequest> {
-    let link = (any::<i32>(), any::<u32>(), any::<u32>())
-        .prop_map(|(kind, credits, max_rows)| v1::LinkRequest { kind, credits, max_rows });
+    let link = (any::<i32>(), any::<u32>(), any::<u32>()).prop_map(|(kind, credits, max_rows)| {
+        v1::LinkRequest { kind, credits, max_rows, ..Default::default() }
+    });
     (text(), prop::collection::vec(link, 0..4))
         .prop_map(|(session_id, links)| v1::OpenLinksRequest { session_id, links })
 }
@@ -94,6 +95,7 @@ fn open_links_response() -> impl Strategy<Value = v1::OpenLinksResponse> {
             credits,
             max_rows,
             attach_timeout_ms,
+            ..Default::default()
         },
     );
     prop::collection::vec(link, 0..4).prop_map(|links| v1::OpenLinksResponse { links })
