@@ -166,6 +166,7 @@ impl Straw {
             step: StepId(self.step),
             phase: Phase::Decode,
             stage_rows: rows.iter().map(|rows| *rows as usize).collect(),
+            profile: false,
             trace: None,
         };
         self.port.begin_step(&outline)?;
