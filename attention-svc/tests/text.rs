@@ -44,6 +44,42 @@ fn str_of<'a>(case: &'a Value, field: &str) -> &'a str {
     case[field].as_str().unwrap()
 }
 
+/// Texts that become few tokens for their length, and some that vanish.
+fn hard_to_bound() -> impl Strategy<Value = String> {
+    let piece = prop_oneof![
+        "[ \\n\\t]{1,40}",
+        "(the|ing|abc| the){1,9}",
+        "\\PC{1,9}",
+        "[\\x00-\\x1f]{1,9}",
+        "(\u{212a}\u{327}|\u{3c9}\u{313}\u{300}\u{345}|e\u{301}){1,9}",
+        "(<s>|</s>|<unk>|<\\|im_end\\|>|\u{2581}){1,4}",
+    ];
+    proptest::collection::vec(piece, 0..9).prop_map(|pieces| pieces.concat())
+}
+
+#[test]
+fn no_text_has_fewer_tokens_than_its_length_says() {
+    let tokenizers: Vec<_> = names().into_iter().map(|name| (load(&name).tokenizer, name)).collect();
+    proptest!(|(text in hard_to_bound())| {
+        for (tokenizer, name) in &tokenizers {
+            let ids = tokenizer.encode(&text, SpecialTokens::AsWritten).unwrap();
+            prop_assert!(tokenizer.least_tokens(&text) <= ids.len(), "{name}: {text:?}");
+        }
+    });
+}
+
+#[test]
+fn length_alone_says_how_many_tokens_a_text_has_at_least() {
+    for name in names() {
+        let tokenizer = load(&name).tokenizer;
+        let least = tokenizer.least_tokens(&"the quick brown fox ".repeat(5000));
+        assert!(least > 1000, "{name}: {least}");
+        assert_eq!(tokenizer.least_tokens(""), 0);
+    }
+    // One whose pre-tokenizer drops blanks and whose unknown words are one token each.
+    assert_eq!(load("tiny-hash-routed").tokenizer.least_tokens(&" ".repeat(100_000)), 0);
+}
+
 #[test]
 fn text_becomes_the_ids_of_hugging_face_and_back() {
     for name in names() {

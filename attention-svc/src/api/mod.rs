@@ -26,6 +26,7 @@ pub mod readiness;
 pub mod request_span;
 mod router;
 mod running;
+mod tokenizing;
 pub mod validate;
 
 pub use engine::Engine;
@@ -36,6 +37,7 @@ pub use router::router;
 use crate::text::Text;
 use metrics::ApiMetrics;
 use running::Running;
+use tokenizing::Tokenizing;
 use validate::{ModelLimits, SamplingDefaults};
 
 /// What is served, as both faces tell it.
@@ -106,6 +108,7 @@ pub struct Api {
     readiness: watch::Receiver<Readiness>,
     ffn_peers: FfnPeers,
     running: Running,
+    tokenizing: Tokenizing,
     counts: ApiMetrics,
     metrics: Metrics,
     tracing: RequestTracing,
@@ -151,6 +154,7 @@ impl Api {
             readiness: parts.readiness,
             ffn_peers: parts.ffn_peers,
             running: Running::default(),
+            tokenizing: Tokenizing::new(),
             counts,
             metrics: parts.metrics,
             tracing: parts.tracing,

@@ -3,9 +3,9 @@ use std::sync::Arc;
 
 use super::Api;
 use super::error::ApiError;
-use super::validate::{FieldError, check_prompt};
+use super::validate::{FieldError, ModelLimits, check_least, check_prompt};
 use crate::text::tokenizer::SpecialTokens;
-use crate::text::{ChatMessage, Text, TextError};
+use crate::text::{ChatMessage, Text};
 
 /// Text up to this is tokenized in place: it takes less than moving it elsewhere would.
 const INLINE_BYTES: usize = 2048;
@@ -37,15 +37,26 @@ impl PromptSource {
         }
     }
 
-    fn ids(self, text: &Text, special: SpecialTokens) -> Result<Vec<u32>, TextError> {
-        match self {
-            Self::Text(prompt) => text.tokenizer.encode(&prompt, special),
-            Self::Ids(ids) => Ok(ids),
+    /// With `limits`, what is too long for certain is refused before it costs anything.
+    fn ids(
+        self,
+        text: &Text,
+        special: SpecialTokens,
+        limits: Option<&ModelLimits>,
+        param: &str,
+    ) -> Result<Vec<u32>, ApiError> {
+        let (prompt, special) = match self {
+            Self::Text(prompt) => (prompt, special),
+            Self::Ids(ids) => return Ok(ids),
             Self::Chat { messages, add_generation_prompt, extra } => {
-                let rendered = text.render(&messages, add_generation_prompt, &extra)?;
-                text.tokenizer.encode(&rendered, SpecialTokens::AsWritten)
+                let rendered = text.render(&messages, add_generation_prompt, &extra);
+                (rendered.map_err(|e| ApiError::text(&e, param))?, SpecialTokens::AsWritten)
             }
+        };
+        if let Some(limits) = limits {
+            check_least(text.tokenizer.least_tokens(&prompt), limits, param)?;
         }
+        text.tokenizer.encode(&prompt, special).map_err(|e| ApiError::text(&e, param))
     }
 }
 
@@ -57,15 +68,21 @@ impl Api {
         special: SpecialTokens,
         param: &str,
     ) -> Result<Vec<u32>, ApiError> {
-        let text = Arc::clone(&self.text);
-        let ids = if prompt.bytes() <= INLINE_BYTES {
-            prompt.ids(&text, special)
-        } else {
-            tokio::task::spawn_blocking(move || prompt.ids(&text, special))
-                .await
-                .map_err(ApiError::internal)?
-        };
-        ids.map_err(|e| ApiError::text(&e, param))
+        self.tokenize_within(None, prompt, special, param).await
+    }
+
+    async fn tokenize_within(
+        &self,
+        limits: Option<&ModelLimits>,
+        prompt: PromptSource,
+        special: SpecialTokens,
+        param: &str,
+    ) -> Result<Vec<u32>, ApiError> {
+        if prompt.bytes() <= INLINE_BYTES {
+            return prompt.ids(&self.text, special, limits, param);
+        }
+        let (text, limits, param) = (Arc::clone(&self.text), limits.cloned(), param.to_owned());
+        self.tokenizing.run(move || prompt.ids(&text, special, limits.as_ref(), &param)).await?
     }
 
     /// Text of token ids, special tokens included unless they are to be skipped.
@@ -97,7 +114,8 @@ impl Api {
         if matches!(&prompt, PromptSource::Text(text) if text.is_empty()) {
             return Ok(check_prompt(Vec::new(), &self.model.limits, param)?);
         }
-        let ids = self.tokenize(prompt, SpecialTokens::Add, param).await?;
-        Ok(check_prompt(ids, &self.model.limits, param)?)
+        let limits = &self.model.limits;
+        let ids = self.tokenize_within(Some(limits), prompt, SpecialTokens::Add, param).await?;
+        Ok(check_prompt(ids, limits, param)?)
     }
 }

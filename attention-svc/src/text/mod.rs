@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 pub mod chat_template;
 pub mod detokenizer;
+mod least_tokens;
 pub mod output;
 pub mod settings;
 pub mod stop_texts;

@@ -8,6 +8,7 @@ use std::path::Path;
 use tokenizers::decoders::DecoderWrapper;
 
 use super::TextError;
+use super::least_tokens::LeastTokens;
 use super::settings::TextSettings;
 use super::utf8::byte_level_byte;
 
@@ -41,6 +42,8 @@ pub struct Tokenizer {
     pub(super) scheme: Scheme,
     special: HashSet<u32>,
     bos: BosRule,
+    /// Absent when a text of any length may be few tokens.
+    least: Option<LeastTokens>,
 }
 
 /// What is done to the ids that `tokenizer.json` gives when it may add special tokens.
@@ -67,12 +70,14 @@ impl Tokenizer {
             inner.get_added_tokens_decoder().iter().filter(|(_, t)| t.special).map(|(id, _)| *id).collect();
         let scheme = inner.get_decoder().map_or(Scheme::Other, scheme_of);
         let bos = bos_rule(&inner, settings);
-        Ok(Self { inner: Some(Box::new(inner)), scheme, special, bos })
+        let least = LeastTokens::new(&inner);
+        Ok(Self { inner: Some(Box::new(inner)), scheme, special, bos, least })
     }
 
     /// For weights without a tokenizer: text cannot be read, and the text of token 7 is `" 7"`.
     pub fn none() -> Self {
-        Self { inner: None, scheme: Scheme::Numbers, special: HashSet::new(), bos: BosRule::AsGiven }
+        let (scheme, special) = (Scheme::Numbers, HashSet::new());
+        Self { inner: None, scheme, special, bos: BosRule::AsGiven, least: None }
     }
 
     /// Text to ids. Takes time proportional to the text: not for the engine's thread, nor, when long, for a task.
@@ -90,6 +95,11 @@ impl Tokenizer {
             _ => {}
         }
         Ok(ids)
+    }
+
+    /// Tokens that a text has at least, told without tokenizing it; 0 where that cannot be told.
+    pub fn least_tokens(&self, text: &str) -> usize {
+        self.least.as_ref().map_or(0, |least| least.of(text))
     }
 
     /// Ids to text, all at once. Ids that the tokenizer does not know have no text.

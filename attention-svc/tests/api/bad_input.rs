@@ -34,6 +34,21 @@ async fn check(server: &Server, path: &str, base: Value, rows: Vec<Row>) {
 }
 
 #[tokio::test]
+async fn a_prompt_whose_length_says_that_it_is_too_long_is_not_tokenized() {
+    let server = Server::start("tiny-llama").await;
+    let (long, short) = ("so long a text ".repeat(400_000), "so long a text ".repeat(200));
+    for (text, at_least) in [(long, true), (short, false)] {
+        let chat = json!({"messages": [{"role": "user", "content": text}]});
+        for (path, body) in [(COMPLETIONS, json!({"prompt": text})), (CHAT, chat)] {
+            let (status, answer) = server.post(path, &body).await;
+            let message = answer["error"]["message"].as_str().unwrap();
+            assert_eq!((status, message.contains("is too long: at least ")), (400, at_least), "{message}");
+            assert!(message.contains("tokens, at most 511 (the model's length is 512"), "{message}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn every_bad_field_of_a_completion_is_named() {
     let server = Server::start("tiny-llama").await;
     let long: Vec<u32> = vec![5; MAX_MODEL_LEN as usize];

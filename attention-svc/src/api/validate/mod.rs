@@ -6,7 +6,7 @@ mod sampling;
 mod stop;
 
 pub use defaults::SamplingDefaults;
-pub use prompt::{MAX_PROMPTS, check_prompt};
+pub use prompt::{MAX_PROMPTS, check_least, check_prompt};
 pub use sampling::SamplingSpec;
 pub use stop::StopSpec;
 
