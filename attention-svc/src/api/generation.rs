@@ -69,6 +69,8 @@ pub struct Generation {
     span: Option<RequestSpan>,
     /// Continuations per prompt.
     n: usize,
+    /// The caller was told an error: what is left ends because of it.
+    failed: bool,
 }
 
 struct Sequence {
@@ -137,6 +139,7 @@ impl Generation {
             registered,
             span: None,
             n: plan.checked.n,
+            failed: false,
             name,
             api,
         };
@@ -173,7 +176,10 @@ impl Generation {
         receiver: mpsc::UnboundedReceiver<SequenceEvent>,
     ) -> Result<(), ApiError> {
         let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-        let id = self.api.engine.submit(request).inspect_err(|_| self.api.counts.rejected.inc())?;
+        let id = self.api.engine.submit(request).inspect_err(|_| {
+            self.failed = true;
+            self.api.counts.rejected.inc();
+        })?;
         self.registered.add(id);
         let index = self.sequences.len();
         // The end of a channel is an event too: an engine that is gone must not look like silence.
@@ -223,6 +229,7 @@ impl Generation {
                         return Some(match stopped {
                             Some(index) if !waits_for_text => Ok(self.last_of_stopped(index, None)),
                             _ => {
+                                self.failed = true;
                                 let late = self.late();
                                 if let Some(span) = &mut self.span {
                                     span.handle_failed(&late);
@@ -250,6 +257,7 @@ impl Generation {
                 }
             };
             if let Err(error) = &update {
+                self.failed = true;
                 self.api.counts.failed(error.code());
                 tracing::warn!(request_id = %self.name, %error, "request failed");
                 if let Some(span) = &mut self.span {
@@ -311,7 +319,7 @@ impl Generation {
         Update { index, text: String::new(), token: None, prompt_logprobs: None, finished }
     }
 
-    /// A sequence has ended well: counts it, logs it, and ends the request's span with the last one.
+    /// A sequence has ended well: counts it, and ends the request's span with the last one.
     fn handle_end(&mut self, index: usize, reason: FinishReason, usage: Usage) {
         if let Some(span) = &mut self.span {
             span.handle_finished(reason_name(reason), usage, index.is_multiple_of(self.n));
@@ -319,6 +327,11 @@ impl Generation {
         if self.sequences.iter().all(|s| s.done) {
             self.span = None;
         }
+        self.count_end(index, reason, usage);
+    }
+
+    /// Counts and logs a sequence that has ended otherwise than by an error.
+    fn count_end(&self, index: usize, reason: FinishReason, usage: Usage) {
         let elapsed = self.started.elapsed();
         self.api.counts.finished(reason_name(reason));
         self.api.counts.usage(usage, elapsed);
@@ -343,8 +356,17 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        for sequence in self.sequences.iter().filter(|s| !s.done) {
+        for (index, sequence) in self.sequences.iter().enumerate().filter(|(_, s)| !s.done) {
             self.api.engine.abort(sequence.id);
+            // The caller left: nobody else will hear how this sequence ended.
+            if !self.failed {
+                let usage = Usage {
+                    prompt_tokens: sequence.prompt_tokens,
+                    completion_tokens: sequence.output.num_tokens(),
+                    cached_tokens: 0,
+                };
+                self.count_end(index, FinishReason::Cancelled, usage);
+            }
         }
     }
 }

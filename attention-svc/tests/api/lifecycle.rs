@@ -36,6 +36,33 @@ async fn a_client_that_goes_away_ends_its_sequences() {
 }
 
 #[tokio::test]
+async fn sequences_of_a_client_that_went_away_are_counted_and_those_of_a_failed_request_are_not() {
+    let server = Server::start("tiny-llama").await;
+    let fail_after = Some((3, "gone".to_owned()));
+    server.engine.script(Script { fail_after, ..Script::default() });
+    let body = json!({"prompt": "a b c", "max_tokens": 400, "n": 2});
+    assert_eq!(server.post(COMPLETIONS, &body).await.0, 503);
+    server.engine.script(Script { max_running: Some(1), ..slow() });
+    assert_eq!(server.post(COMPLETIONS, &body).await.0, 429);
+    server.engine.idle().await;
+    server.engine.script(slow());
+    let body = json!({"prompt": "a b c", "max_tokens": 400, "n": 3, "stream": true});
+    let mut bytes =
+        server.http.post(server.url(COMPLETIONS)).body(body.to_string()).send().await.unwrap().bytes_stream();
+    bytes.next().await.unwrap().unwrap();
+    drop(bytes);
+    server.engine.idle().await;
+    let (_, metrics) = server.get("/metrics").await;
+    let metrics = metrics.as_str().unwrap();
+    for line in [
+        "vllm:request_success_total{finished_reason=\"cancelled\"} 3\n",
+        "vllm:e2e_request_latency_seconds_count 3\n",
+    ] {
+        assert!(metrics.contains(line), "{line}{metrics}");
+    }
+}
+
+#[tokio::test]
 async fn a_failure_after_tokens_is_an_error_event_and_never_a_success() {
     let server = Server::start("tiny-llama").await;
     server.engine.script(Script { fail_after: Some((3, "shard 0/1 is gone".into())), ..Script::default() });
