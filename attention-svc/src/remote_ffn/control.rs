@@ -90,6 +90,8 @@ pub struct Peer {
     pub since: Instant,
     /// Which shard it served when it was up last.
     pub served: Option<Shard>,
+    /// Every shard that it has served, and when it was lost the last time that it did.
+    pub lost: Vec<(Shard, Instant)>,
 }
 
 /// How one rank stands.
@@ -121,7 +123,8 @@ pub enum PeerState {
 impl Peer {
     /// Nothing is known yet.
     pub fn unknown(now: Instant) -> Self {
-        Self { state: PeerState::Connecting { last_error: String::new() }, since: now, served: None }
+        let state = PeerState::Connecting { last_error: String::new() };
+        Self { state, since: now, served: None, lost: Vec::new() }
     }
 
     /// The rank's shard and link, while it is in use.
@@ -132,8 +135,13 @@ impl Peer {
         }
     }
 
+    /// When it was lost the last time that it served a shard.
+    pub fn lost_at(&self, shard: Shard) -> Option<Instant> {
+        self.lost.iter().find(|(other, _)| *other == shard).map(|(_, at)| *at)
+    }
+
     /// Takes a new state in. Returns whether it says anything new.
-    fn handle(&mut self, state: PeerState, now: Instant) -> bool {
+    pub(super) fn handle(&mut self, state: PeerState, now: Instant) -> bool {
         let news = match (&self.state, &state) {
             (PeerState::Connecting { last_error: old }, PeerState::Connecting { last_error: new }) => {
                 old != new
@@ -143,6 +151,10 @@ impl Peer {
         };
         if std::mem::discriminant(&self.state) != std::mem::discriminant(&state) {
             self.since = now;
+        }
+        if let PeerState::Up { shard, life, .. } = &self.state {
+            self.lost.retain(|(other, _)| other != shard);
+            self.lost.push((*shard, life.lost_at().unwrap_or(now)));
         }
         if let PeerState::Up { shard, .. } = state {
             self.served = Some(shard);
@@ -310,6 +322,10 @@ impl<'a> Control<'a> {
                 (kind, EdgeEvent::StreamUp(Box::new(edge)))
             }
         };
+        let served = self.peer.borrow().served.filter(|served| *served != shard);
+        if let Some(was) = served {
+            tracing::warn!(peer = %address, %was, is = %shard, "FFN rank has come back as another shard");
+        }
         self.set_state(PeerState::Up { shard, link: kind, life: Arc::clone(&life) });
         shared.tell(up);
         let lease = Duration::from_millis(joined.lease_ms.max(100).into());

@@ -346,9 +346,8 @@ impl RemoteFfn {
         FfnLoss::Unavailable {
             peer: format!("FFN shard {shard}"),
             what: format!(
-                "no rank serves it and none took its place within {:.1} s (--ffn-loss-timeout): {}",
-                self.settings.loss_timeout.as_secs_f64(),
-                (self.standing)()
+                "no rank serves it and none took its place within {:.1} s (--ffn-loss-timeout)",
+                self.settings.loss_timeout.as_secs_f64()
             ),
         }
     }

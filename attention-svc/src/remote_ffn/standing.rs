@@ -56,15 +56,12 @@ impl Standing<'_> {
     fn missing_for(&self, shard: Shard) -> Option<Duration> {
         let mut since = self.started;
         for (_, peer) in self.peers {
-            match &peer.state {
-                PeerState::Up { shard: own, life, .. } if *own == shard => match life.lost_at() {
-                    None => return None,
-                    Some(at) => since = since.max(at),
-                },
-                PeerState::Up { .. } => {}
-                _ if peer.served == Some(shard) => since = since.max(peer.since),
-                _ => {}
-            }
+            let lost = match &peer.state {
+                PeerState::Up { shard: own, life, .. } if *own == shard => Some(life.lost_at()?),
+                // Whatever it does now, it may have been this shard's last rank.
+                _ => peer.lost_at(shard),
+            };
+            since = lost.map_or(since, |at| since.max(at));
         }
         Some(self.now.saturating_duration_since(since))
     }
@@ -111,7 +108,7 @@ mod tests {
 
     fn up(index: u32, since: Instant, life: &Arc<Life>) -> Peer {
         let state = PeerState::Up { shard: shard(index), link: LinkKind::Tcp, life: Arc::clone(life) };
-        Peer { state, since, served: Some(shard(index)) }
+        Peer { state, since, served: Some(shard(index)), lost: Vec::new() }
     }
 
     fn sentence(peers: &[Peer], shard_count: u32, started: Instant, after_ms: u64) -> String {
@@ -130,8 +127,8 @@ mod tests {
         let refused = PeerState::Refused { why: "model.fingerprint differs".into(), for_good: true };
         let peers = [
             up(0, started, &life),
-            Peer { state: refused, since: gone, served: Some(shard(1)) },
-            Peer { state: PeerState::Connecting { last_error: String::new() }, since: started, served: None },
+            Peer { state: refused, since: gone, served: Some(shard(1)), lost: vec![(shard(1), gone)] },
+            Peer::unknown(started),
         ];
         assert_eq!(
             sentence(&peers, 2, started, 6500),
@@ -158,10 +155,32 @@ mod tests {
     }
 
     #[test]
+    fn a_shard_whose_rank_came_back_as_another_one_is_missing_since_the_loss() {
+        let started = Instant::now();
+        let at = |seconds| started + Duration::from_secs(seconds);
+        let is_up = |index| up(index, started, &Arc::new(Life::new(started))).state;
+        let failed = || PeerState::Connecting { last_error: "Connection refused".into() };
+        let mut peer = Peer::unknown(started);
+        for (state, after) in [(is_up(1), 1), (failed(), 500), (is_up(0), 505)] {
+            peer.handle(state, at(after));
+        }
+        let other = up(0, started, &Arc::new(Life::new(started)));
+        let said = sentence(&[other.clone(), peer.clone()], 2, started, 511_500);
+        assert!(said.starts_with("shard 1/2 has no rank, for 11.5 s: "), "{said}");
+        // Neither a second loss as the other shard nor the return of the first changes what is true of it.
+        peer.handle(failed(), at(508));
+        let said = sentence(&[other, peer.clone()], 2, started, 511_500);
+        assert!(said.starts_with("shard 1/2 has no rank, for 11.5 s: "), "{said}");
+        peer.handle(is_up(1), at(511));
+        let said = sentence(&[peer], 2, started, 511_500);
+        assert!(said.starts_with("shard 0/2 has no rank, for 3.5 s: "), "{said}");
+    }
+
+    #[test]
     fn nobody_has_joined_yet() {
         let started = Instant::now();
         let failed = PeerState::Connecting { last_error: "Connection refused".into() };
-        let said = sentence(&[Peer { state: failed, since: started, served: None }], 0, started, 2000);
+        let said = sentence(&[Peer { state: failed, ..Peer::unknown(started) }], 0, started, 2000);
         assert!(
             said.starts_with(
                 "no FFN rank has joined, for 2.0 s: 10.0.0.1:1 is not there, for 2.0 s: Connection refused"
