@@ -11,7 +11,7 @@ use afd_common::config::threads::{cores, tensor_threads};
 use afd_common::config::units::Span;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
-use afd_common::net::{Access, AccessError, Gate, TlsFiles};
+use afd_common::net::{Access, AccessError, Gate, TlsFiles, is_address};
 use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, LogFormat, SpanSink};
 
@@ -243,7 +243,7 @@ impl ServeOptions {
             model: given.model.ok_or(ConfigError::Missing { option: "--model" })?,
             access: Access::new(listen, files, gate, "--join-token-file", given.insecure.unwrap_or(false))?,
             listen,
-            advertise: given.advertise,
+            advertise: given.advertise.map(address).transpose()?,
             address_file: given.address_file,
             shard: given.shard.unwrap_or(Shard::WHOLE),
             rank: given.rank.unwrap_or(0),
@@ -328,6 +328,14 @@ fn board(ms: f64) -> Result<Duration, ConfigError> {
     Err(ConfigError::Range { option: "--board-ms", found: ms.to_string(), expected: expected.into() })
 }
 
+fn address(text: String) -> Result<String, ConfigError> {
+    if is_address(&text) {
+        return Ok(text);
+    }
+    let (found, expected) = (format!("{text:?}"), "host:port".into());
+    Err(ConfigError::Range { option: "--advertise", found, expected })
+}
+
 fn read_token(path: &Path) -> Result<JoinToken, ConfigError> {
     let failed = |what: String| ConfigError::Token { path: path.display().to_string(), what };
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
@@ -408,6 +416,11 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named_in_one_line() {
         let message = |args: &[&str]| resolve(args).unwrap_err().to_string();
+        for wrong in ["x y", "ffn-0", "ffn 0:7001", "http://ffn-0:7001", "ffn-0:0", ":7001"] {
+            let expected = format!("--advertise is {wrong:?}; expected host:port");
+            assert_eq!(message(&["--model", "m", "--advertise", wrong]), expected);
+        }
+        assert!(resolve(&["--model", "m", "--advertise", "ffn-0:7001"]).is_ok());
         assert!(message(&[]).starts_with("--model is missing"));
         assert!(message(&["--model", "m", "--threads", "0"]).starts_with("--threads is 0; expected 1 to "));
         assert!(

@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use afd_common::identity::GatePlacement;
 use afd_common::link::LinkKind;
+use afd_common::net::is_address;
 use serde::{Deserialize, Serialize};
 
 /// Where the FFN is.
@@ -40,13 +41,6 @@ impl FromStr for FfnTarget {
             None => Ok(Self::Remote(names)),
         }
     }
-}
-
-/// `host:port`, the host a name or an address.
-pub(super) fn is_address(text: &str) -> bool {
-    text.rsplit_once(':').is_some_and(|(host, port)| {
-        !host.is_empty() && !host.contains(['/', ' ']) && port.parse::<u16>().is_ok_and(|port| port > 0)
-    })
 }
 
 impl TryFrom<OneOrMany> for FfnTarget {

@@ -10,7 +10,7 @@ use afd_common::config::threads::{cores, tensor_threads};
 use afd_common::config::units::{ByteSize, Span};
 use afd_common::identity::GatePlacement;
 use afd_common::net::tls::{ClientTls, Identity};
-use afd_common::net::{Access, AccessError, Gate, TlsFiles};
+use afd_common::net::{Access, AccessError, Gate, TlsFiles, is_address};
 use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, Sampling, SpanSink};
 
@@ -228,7 +228,7 @@ impl ModelSource {
 
 impl AddressConfig {
     fn new(args: &ServeArgs) -> Result<Self, OptionError> {
-        if let Some(address) = args.advertise.as_deref().filter(|address| !choices::is_address(address)) {
+        if let Some(address) = args.advertise.as_deref().filter(|address| !is_address(address)) {
             return refuse("--advertise", format!("{address:?} is no address; write host:port"));
         }
         let listen = args.listen.unwrap_or(SocketAddr::from((Ipv4Addr::LOCALHOST, 8000)));

@@ -48,6 +48,14 @@ const FRAME_BYTES: u32 = 1 << 20;
 /// Between pings of an idle HTTP/2 connection, and for their answer.
 pub(crate) const KEEPALIVE: Duration = Duration::from_secs(20);
 
+/// Whether a text is `host:port`, the host a name or an address: what a process may be told to dial.
+pub fn is_address(text: &str) -> bool {
+    text.rsplit_once(':').is_some_and(|(host, port)| {
+        let is_host = !host.is_empty() && !host.contains(|c: char| c == '/' || c.is_whitespace());
+        is_host && port.parse::<u16>().is_ok_and(|port| port > 0)
+    })
+}
+
 /// Takes a connection that began with a link's magic, which was read already. Runs on a thread that may block, counts
 /// as a connection until it returns, and does the handshake ([`crate::link::attach::answer`]) within its own deadline.
 pub type LinkAcceptor = Arc<dyn Fn(LinkStream, SocketAddr) + Send + Sync>;
