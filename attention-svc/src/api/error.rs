@@ -88,7 +88,7 @@ impl ApiError {
     pub fn text(error: &TextError, param: &str) -> Self {
         match error {
             TextError::NoTokenizer | TextError::NoChatTemplate(_) | TextError::Refused(_) => {
-                Self::Field(FieldError::new(param, error.to_string()))
+                Self::Field(FieldError::new(param, format!("cannot be used: {error}")))
             }
             _ => Self::internal(error),
         }

@@ -173,7 +173,7 @@ fn field_at<'a>(text: &'a str, error: &serde_json::Error) -> Option<&'a str> {
     }
     let colon = line[..end].rfind(':')?;
     let token = &line[colon + 1..end];
-    if token.contains(['"', '{', '[', ',']) {
+    if token.contains(['"', '{', '[', ',', '}', ']']) {
         return None;
     }
     let name = line[..colon].trim_end().strip_suffix('"')?;
@@ -199,6 +199,10 @@ mod tests {
         assert_eq!(param(r#"{"seed": 1e999}"#), "seed");
         for text in ["", "{", "[1]", r#"{"a": "x" "b"}"#, "nonsense", "{\"a\": \"\\ud800\"}"] {
             assert!(parse(text).is_err(), "{text}");
+        }
+        for text in [r#"{"prompt": "a", "max_tokens": 1} and more"#, r#"{"prompt": [1]} x"#] {
+            let said = parse(text).unwrap_err().to_string();
+            assert!(said.starts_with("the body is not valid JSON: trailing characters"), "{said}");
         }
         assert!(
             matches!(Fields::parse(b"{\"a\": \"\xff\"}"), Err(ApiError::Malformed(m)) if m.contains("byte 7"))
