@@ -43,9 +43,11 @@ fi
 timeout "${BENCH_TIMEOUT:-400}" "$bin/afd-gpu-bench" --out "$out" "$@" 2>"$out/log.txt" || status=1
 tail -c 3000 "$out/log.txt"
 if [ -x "$bin/attention-svc" ]; then
-    sections=(fixtures shallow mono)
-    [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || [ ! -x "$bin/ffn-svc" ] || sections+=(pair)
     here=$(cd "$(dirname "$0")" && pwd)
-    python3 "$here/gpu_serve.py" --bin "$bin" --fixtures "$here/../../tests/fixtures" --out "$out" "${sections[@]}" || status=1
+    common=(--bin "$bin" --fixtures "$here/../../tests/fixtures" --out "$out")
+    python3 "$here/gpu_serve.py" "${common[@]}" fixtures shallow mono || status=1
+    if [ -x "$bin/ffn-svc" ] && [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
+        python3 "$here/gpu_pair.py" "${common[@]}" fixtures pair loss || status=1
+    fi
 fi
 exit $status

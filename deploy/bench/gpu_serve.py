@@ -5,7 +5,7 @@
 
 Sections: fixtures (every tiny checkpoint in float32, greedy, token for token, and in bfloat16 through the decode
 kernels, saved for the oracle), shallow (decode kernels against libtorch's operations on few layers of full width), mono
-(one GPU, full-size dummy weights), pair (attention on one GPU, the FFN on another). Tables are printed last.
+(one GPU, full-size dummy weights). Tables are printed last. Two GPUs: gpu_pair.py.
 """
 import argparse
 import json
@@ -48,13 +48,13 @@ def library_path():
 class Process:
     """A service; `ready` once it serves."""
 
-    def __init__(self, name, command, out, gpus="0", extra=None):
+    def __init__(self, name, command, out, gpus="0", extra=None, listen="127.0.0.1:0"):
         self.name, self.log = name, open(out / f"{name}.log", "w")
         self.address_file = pathlib.Path(f"/tmp/{name}.address")
         self.address_file.unlink(missing_ok=True)
         env = dict(os.environ, LD_LIBRARY_PATH=library_path(), CUDA_VISIBLE_DEVICES=gpus, NCCL_NVLS_ENABLE="0")
         env.update(extra or {})
-        command = [*command, "--address-file", str(self.address_file), "--listen", "127.0.0.1:0"]
+        command = [*command, "--address-file", str(self.address_file), "--listen", listen]
         self.begun = time.time()
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=env)
 
@@ -290,45 +290,12 @@ def mono(args, lines):
     return good
 
 
-def pair(args, lines):
-    """Attention on one GPU, the FFN on another, rows over cuda-ipc."""
-    name, good = args.model, True
-    lines.append(f"{name}, 1A1F on two GPUs, cuda-ipc, {args.input_len} in, {args.output_len} out; ms")
-    lines.append(HEAD)
-    for mode in args.modes.split(","):
-        ffn = [str(args.bin / "ffn-svc"), "serve", "--model", str(args.fixtures / "configs" / name)]
-        # How steps run is attention's to say: its plans tell the FFN.
-        ffn += ["--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda:0"]
-        ffn = Process(f"pair-{mode}-ffn", [*ffn, *args.ffn_options.split()], args.out, gpus="1")
-        attention = None
-        try:
-            address = ffn.address(time.time() + 120)
-            options = ["--ffn", address, "--link", args.link, "--graph-mode", mode, "--stages", "1"]
-            attention = Process(f"pair-{mode}", full_size(args, name, *options), args.out, gpus="0")
-            address = attention.ready(150)
-            lines.append(f"  ready after {attention.started_s:.1f} s (graph mode {mode})")
-            measure(args, address, name, lines, f"1A1F {args.link} {mode}", 1)
-            counted = metrics(address)
-            eager = {k: v for k, v in counted.items() if k.startswith("afd_graph_eager") and float(v) > 0}
-            lines.append(f"    graphs {counted.get('afd_graph_replays_total')} {eager}")
-        except Exception as error:  # noqa: BLE001
-            good = False
-            lines.append(f"  pair {mode}: FAILED: {str(error)[-1200:]} {ffn.tail()[-600:]}")
-        finally:
-            for process in (attention, ffn):
-                if process:
-                    process.stop()
-    return good
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--bin", type=pathlib.Path, default=pathlib.Path("target/debug"))
     parser.add_argument("--fixtures", type=pathlib.Path, default=pathlib.Path("tests/fixtures"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
     parser.add_argument("--model", default="deepseek-v2-lite")
-    parser.add_argument("--link", default="cuda-ipc")
-    parser.add_argument("--ffn-options", default="")
     parser.add_argument("--modes", default="decode,none")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 128])
     parser.add_argument("--input-len", type=int, default=1024)
@@ -339,7 +306,7 @@ def main():
     for section in args.sections:
         begun = time.time()
         try:
-            good &= {"fixtures": fixtures, "shallow": shallow, "mono": mono, "pair": pair}[section](args, lines)
+            good &= {"fixtures": fixtures, "shallow": shallow, "mono": mono}[section](args, lines)
         except Exception as error:  # noqa: BLE001 - the others have their turn
             good = False
             lines.append(f"{section}: FAILED: {error}")
