@@ -144,7 +144,10 @@ mod tests {
         }
 
         fn cut_within(&mut self, frame: &[u8]) {
-            self.deliver(frame);
+            if !frame.is_empty() {
+                self.deliver(&frame[..frame.len() / 2]);
+            }
+            self.cut("it was cut");
         }
     }
 
