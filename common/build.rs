@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use prost::Message;
 
-const PROTOS: [&str; 5] = [
+const PROTOS: [&str; 6] = [
     "afd/v1/inference.proto",
     "afd/v1/control.proto",
     "afd/v1/layer_stage.proto",
+    "afd/v1/membership.proto",
     "afd/v1/tensor.proto",
     "afd/v1/topology.proto",
 ];

@@ -11,6 +11,7 @@ pub mod device;
 pub mod doctor;
 pub mod engine;
 pub mod kv_cache;
+pub mod membership;
 pub mod model;
 pub mod plan;
 pub mod probe;

@@ -11,6 +11,7 @@ use afd_common::config::threads::{cores, tensor_threads};
 use afd_common::config::units::Span;
 use afd_common::identity::GatePlacement;
 use afd_common::ids::Shard;
+use afd_common::net::tls::{ClientTls, Identity};
 use afd_common::net::{Access, AccessError, Gate, TlsFiles, is_address};
 use afd_common::routing::Routing;
 use afd_common::telemetry::{LogConfig, LogFormat, SpanSink};
@@ -86,6 +87,13 @@ pub struct ServeOptions {
     /// File with the secret that attention ranks must present to join, and everybody else as a bearer token
     #[arg(long, value_name = "FILE")]
     pub join_token_file: Option<PathBuf>,
+    /// Attention ranks to announce this rank to, so that they need not name it in --ffn: addresses or DNS names with ports,
+    /// comma-separated
+    #[arg(long, value_name = "ADDR[,ADDR…]", value_delimiter = ',')]
+    pub announce: Option<Vec<String>>,
+    /// CA of those attention ranks' certificates, PEM: they are dialled under TLS, showing --tls-cert where they ask for one
+    #[arg(long, value_name = "FILE")]
+    pub announce_tls_ca: Option<PathBuf>,
     /// Certificate of this port, PEM, with what lies between it and its CA: gRPC and links under TLS, read again when it changes
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
@@ -174,6 +182,8 @@ pub struct Config {
     pub lease: Duration,
     /// After SIGTERM.
     pub drain: Duration,
+    /// Attention ranks to announce this rank to.
+    pub announce: AnnounceConfig,
     /// What callers must present.
     pub join_token: Option<JoinToken>,
     /// Who may come.
@@ -236,8 +246,12 @@ impl ServeOptions {
         let log = LogConfig::default();
         let listen = given.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 7001)));
         let join_token = given.join_token_file.as_deref().map(read_token).transpose()?;
-        let files =
-            TlsFiles { certificate: given.tls_cert, key: given.tls_key, client_ca: given.tls_client_ca };
+        let files = TlsFiles {
+            certificate: given.tls_cert.clone(),
+            key: given.tls_key.clone(),
+            client_ca: given.tls_client_ca.clone(),
+        };
+        let announce = announce(&given, listen, files.clone())?;
         let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let config = Config {
             model: given.model.ok_or(ConfigError::Missing { option: "--model" })?,
@@ -260,6 +274,7 @@ impl ServeOptions {
             max_stages: given.max_stages.unwrap_or(u32::from(MAX_STAGES)),
             lease: Duration::from_millis(given.lease_ms.unwrap_or(5000)),
             drain: given.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
+            announce,
             join_token,
             log: LogConfig {
                 format: given.log_format.unwrap_or(log.format),
@@ -334,6 +349,41 @@ fn address(text: String) -> Result<String, ConfigError> {
     }
     let (found, expected) = (format!("{text:?}"), "host:port".into());
     Err(ConfigError::Range { option: "--advertise", found, expected })
+}
+
+/// Attention ranks to announce a rank to.
+#[derive(Clone, Debug, Default)]
+pub struct AnnounceConfig {
+    /// `host:port` each; may be none.
+    pub to: Vec<String>,
+    /// They are dialled in the clear without.
+    pub tls: Option<ClientTls>,
+}
+
+fn announce(
+    given: &ServeOptions,
+    listen: SocketAddr,
+    files: TlsFiles,
+) -> Result<AnnounceConfig, ConfigError> {
+    let range = |option, found: &str, expected: &str| ConfigError::Range {
+        option,
+        found: found.to_owned(),
+        expected: expected.to_owned(),
+    };
+    let to = given.announce.clone().unwrap_or_default();
+    if let Some(name) = to.iter().find(|name| !is_address(name)) {
+        return Err(range("--announce", name, "addresses with ports"));
+    }
+    if !to.is_empty() && given.advertise.is_none() && listen.ip().is_unspecified() {
+        return Err(range("--advertise", "missing", "host:port for --announce: --listen is every address"));
+    }
+    let identity = Identity::of(files.certificate, files.key, ["--tls-cert", "--tls-key"]);
+    let identity = identity.map_err(|(option, what)| AccessError { option, what })?;
+    let load = |ca: &PathBuf| {
+        ClientTls::load(ca.clone(), identity)
+            .map_err(|what| AccessError { option: "--announce-tls-ca", what })
+    };
+    Ok(AnnounceConfig { to, tls: given.announce_tls_ca.as_ref().map(load).transpose()? })
 }
 
 fn read_token(path: &Path) -> Result<JoinToken, ConfigError> {

@@ -3,6 +3,7 @@
 //! [`service`] and [`session`] (join, links, plans) → [`hop_queue`] (keyed by layer) → [`engine`] (one OS thread, owns
 //! the device) → [`model`] (router → experts, or dense; [`device`] on a GPU) → back over the link. [`serve`] puts them
 //! together. It holds no request state: no scheduler, no KV cache, no sampling.
+pub mod announce;
 pub mod config;
 pub mod device;
 pub mod engine;

@@ -6,6 +6,7 @@ use afd_common::net::Listener;
 use afd_common::telemetry::{KeyValue, Metrics, OtlpError, OtlpSettings, logs};
 use anyhow::Context;
 use clap::{Parser, Subcommand};
+use ffn_svc::announce::Announcing;
 use ffn_svc::config::{Config, ConfigError, ServeOptions};
 use ffn_svc::{place, probe, rank};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -125,7 +126,13 @@ async fn run(config: Config) -> anyhow::Result<()> {
         %address, advertise = config.advertise.as_deref().unwrap_or("as it listens"), shard = %config.shard,
         rank = config.rank, threads = config.threads, "ready"
     );
-    server.run(stop.asked(), config.drain).await?;
+    let announcing = Announcing::start(&config, &server);
+    let asked = async {
+        stop.asked().await;
+        // Before it drains: whoever hears of it does not come back.
+        announcing.leave().await;
+    };
+    server.run(asked, config.drain).await?;
     tracing::info!("stopped");
     Ok(())
 }

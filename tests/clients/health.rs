@@ -18,7 +18,7 @@ async fn every_served_name_answers_a_probe() -> anyhow::Result<()> {
     let deployment = pair().await?;
     let ffn = ["afd.v1.FfnControlService", "afd.v1.LayerStageService"];
     for (address, services) in [
-        (deployment.attention_addresses[0], &["afd.v1.InferenceService"][..]),
+        (deployment.attention_addresses[0], &["afd.v1.InferenceService", "afd.v1.MembershipService"][..]),
         (deployment.ffn_addresses[0], &ffn[..]),
     ] {
         let mut probe = connect(&address.to_string()).await?;

@@ -15,7 +15,11 @@ use crate::pair;
 #[tokio::test]
 async fn attention_describes_what_it_serves() -> anyhow::Result<()> {
     let deployment = pair().await?;
-    describes(&deployment.attention_addresses[0].to_string(), &["afd.v1.InferenceService"]).await
+    describes(
+        &deployment.attention_addresses[0].to_string(),
+        &["afd.v1.InferenceService", "afd.v1.MembershipService"],
+    )
+    .await
 }
 
 #[tokio::test]

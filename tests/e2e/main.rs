@@ -7,6 +7,7 @@ mod hash_routing;
 mod kills;
 mod loss;
 mod measured;
+mod membership;
 mod network;
 mod pair;
 mod plans;

@@ -15,6 +15,7 @@ use tokio::sync::watch;
 mod body;
 pub mod engine;
 pub mod error;
+mod forward;
 pub mod generation;
 pub mod grpc;
 mod ids;
@@ -34,6 +35,7 @@ pub use readiness::{Readiness, Reason};
 pub use request_span::RequestTracing;
 pub use router::router;
 
+use crate::membership::peers::Peers;
 use crate::text::Text;
 use metrics::ApiMetrics;
 use running::Running;
@@ -107,6 +109,7 @@ pub struct Api {
     limits: ApiLimits,
     readiness: watch::Receiver<Readiness>,
     ffn_peers: FfnPeers,
+    peers: Arc<Peers>,
     running: Running,
     tokenizing: Tokenizing,
     counts: ApiMetrics,
@@ -132,6 +135,8 @@ pub struct ApiParts {
     pub readiness: watch::Receiver<Readiness>,
     /// Lists the FFN ranks in use.
     pub ffn_peers: FfnPeers,
+    /// The other attention ranks.
+    pub peers: Arc<Peers>,
     /// Metrics of the process; `/metrics` shows all of them.
     pub metrics: Metrics,
     /// Which requests are recorded, and where their spans go.
@@ -153,6 +158,7 @@ impl Api {
             limits: parts.limits,
             readiness: parts.readiness,
             ffn_peers: parts.ffn_peers,
+            peers: parts.peers,
             running: Running::default(),
             tokenizing: Tokenizing::new(),
             counts,

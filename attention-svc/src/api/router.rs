@@ -9,7 +9,7 @@ use http::{StatusCode, header};
 use serde_json::json;
 
 use super::error::ApiError;
-use super::{Api, grpc, openai};
+use super::{Api, forward, grpc, openai};
 
 /// HTTP routes and gRPC services; `extra` are further gRPC services of this process.
 ///
@@ -38,8 +38,9 @@ pub fn router(
     let limit = api.limits.max_body_bytes;
     let named =
         axum::middleware::map_response(move |answer: Response| async move { name_limit(answer, limit) });
+    let forward = axum::middleware::from_fn_with_state(Arc::clone(&api), forward::to_the_least_loaded);
     let grpc = grpc::services(api, extra)?.into_axum_router().reset_fallback().route_layer(named);
-    Ok(http.merge(grpc).fallback(not_found))
+    Ok(http.merge(grpc).route_layer(forward).fallback(not_found))
 }
 
 async fn ready(State(api): State<Arc<Api>>) -> Response {

@@ -79,8 +79,17 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", help_heading = "Safety")]
     pub ffn_tls_key: Option<PathBuf>,
 
-    /// FFN ranks: addresses or DNS names with ports, comma-separated; or local, for the FFN in this process (required)
-    #[arg(long, value_name = "local|ADDR[,ADDR…]", help_heading = "FFN")]
+    /// Attention ranks of this deployment, itself among them or not: addresses or DNS names with ports, comma-separated;
+    /// requests are forwarded to the least loaded of them
+    #[arg(long, value_name = "ADDR[,ADDR…]", value_delimiter = ',', help_heading = "Attention ranks")]
+    pub peers: Option<Vec<String>>,
+    /// CA of the peers' certificates, PEM: they are dialled under TLS, showing --tls-cert where they ask for one
+    #[arg(long, value_name = "FILE", help_heading = "Attention ranks")]
+    pub peers_tls_ca: Option<PathBuf>,
+
+    /// FFN ranks: addresses or DNS names with ports, comma-separated; announced, for those only that announce themselves;
+    /// or local, for the FFN in this process (required)
+    #[arg(long, value_name = "local|announced|ADDR[,ADDR…]", help_heading = "FFN")]
     pub ffn: Option<FfnTarget>,
     /// Index of this process among the attention ranks [default: 0]
     #[arg(long, value_name = "N", help_heading = "FFN")]

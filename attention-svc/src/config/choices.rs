@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub enum FfnTarget {
     /// In this process.
     Local,
-    /// Behind these names, `host:port` each; at least one.
+    /// Behind these names, `host:port` each, and where ranks announce themselves; none: only there.
     Remote(Vec<String>),
 }
 
@@ -32,9 +32,12 @@ impl FromStr for FfnTarget {
         if text == "local" {
             return Ok(Self::Local);
         }
+        if text == "announced" {
+            return Ok(Self::Remote(Vec::new()));
+        }
         let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
         if let Some(name) = names.iter().find(|name| !is_address(name)) {
-            return Err(format!("{name:?} is no address; write host:port, or local"));
+            return Err(format!("{name:?} is no address; write host:port, announced or local"));
         }
         match names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
             Some((_, name)) => Err(format!("{name:?} is given twice")),
@@ -49,6 +52,7 @@ impl TryFrom<OneOrMany> for FfnTarget {
     fn try_from(value: OneOrMany) -> Result<Self, String> {
         match value {
             OneOrMany::One(text) => text.parse(),
+            OneOrMany::Many(names) if names.is_empty() => Ok(Self::Remote(names)),
             OneOrMany::Many(names) => names.join(",").parse(),
         }
     }

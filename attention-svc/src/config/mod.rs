@@ -19,6 +19,7 @@ mod choices;
 mod kv_memory;
 
 pub use args::ServeArgs;
+pub(crate) use choices::is_address;
 pub use choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, StageChoice};
 pub use kv_memory::{KvMemory, KvPlan, KvRequest};
 
@@ -58,6 +59,8 @@ pub struct ServeConfig {
     pub model: ModelSource,
     /// Where it is reached.
     pub address: AddressConfig,
+    /// The other attention ranks.
+    pub peers: PeersConfig,
     /// The way to the FFN.
     pub ffn: FfnConfig,
     /// How much it takes on.
@@ -111,6 +114,15 @@ pub struct AddressConfig {
     pub file: Option<PathBuf>,
     /// Who may come.
     pub access: Access,
+}
+
+/// The other attention ranks.
+#[derive(Clone, Debug, Default)]
+pub struct PeersConfig {
+    /// `host:port` each; none: nothing is forwarded.
+    pub names: Vec<String>,
+    /// They are dialled in the clear without.
+    pub tls: Option<ClientTls>,
 }
 
 /// The way to the FFN.
@@ -182,6 +194,7 @@ impl ServeConfig {
         Ok(Self {
             model: ModelSource::new(&args)?,
             address: AddressConfig::new(&args)?,
+            peers: PeersConfig::new(&args)?,
             ffn: FfnConfig::new(&args)?,
             capacity: CapacityConfig::new(&args)?,
             drain_timeout: args.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
@@ -240,6 +253,11 @@ impl AddressConfig {
                 Err(what) => return refuse(token_option, what),
             },
         };
+        // What guards joining guards membership.
+        let gate = match args.join_token_file {
+            Some(_) => gate.with_own_secret(crate::membership::PATHS),
+            None => gate,
+        };
         let files = TlsFiles {
             certificate: args.tls_cert.clone(),
             key: args.tls_key.clone(),
@@ -247,6 +265,25 @@ impl AddressConfig {
         };
         let access = Access::new(listen, files, gate, token_option, args.insecure.unwrap_or(false))?;
         Ok(Self { listen, advertise: args.advertise.clone(), file: args.address_file.clone(), access })
+    }
+}
+
+impl PeersConfig {
+    fn new(args: &ServeArgs) -> Result<Self, OptionError> {
+        let names = args.peers.clone().unwrap_or_default();
+        if let Some(name) = names.iter().find(|name| !is_address(name)) {
+            return refuse("--peers", format!("{name:?} is no address; write host:port"));
+        }
+        let identity = Identity::of(args.tls_cert.clone(), args.tls_key.clone(), ["--tls-cert", "--tls-key"]);
+        let identity = identity.or_else(|(option, what)| refuse(option, what))?;
+        let tls = match &args.peers_tls_ca {
+            None => None,
+            Some(ca) => match ClientTls::load(ca.clone(), identity) {
+                Ok(tls) => Some(tls),
+                Err(what) => return refuse("--peers-tls-ca", what),
+            },
+        };
+        Ok(Self { names, tls })
     }
 }
 

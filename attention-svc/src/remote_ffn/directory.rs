@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::control::{self, Peer, PeerState, Shared};
 use super::standing::Standing;
 use super::stats::FfnStats;
+use crate::membership::announced::Announced;
 
 const RESOLVE_EVERY: Duration = Duration::from_secs(5);
 /// Least time between two resolutions, however many ranks are lost.
@@ -25,6 +26,7 @@ const WORD_EVERY: Duration = Duration::from_secs(5);
 /// The control tasks of every known FFN rank.
 pub struct Directory {
     names: Vec<String>,
+    announced: Arc<Announced>,
     shared: Arc<Shared>,
     stats: Arc<FfnStats>,
     peers: Mutex<BTreeMap<SocketAddr, Tracked>>,
@@ -34,6 +36,8 @@ pub struct Directory {
 /// A control task as the directory sees it.
 struct Tracked {
     peer: watch::Receiver<Peer>,
+    /// Somebody's option names it: what it refuses for good is a mistake of the command line.
+    is_listed: bool,
     stop: CancellationToken,
 }
 
@@ -61,7 +65,13 @@ pub enum DirectoryError {
 impl Directory {
     /// `names` as given to `--ffn`: `host:port` each.
     pub fn new(names: Vec<String>, shared: Arc<Shared>, stats: Arc<FfnStats>) -> Self {
-        Self { names, shared, stats, peers: Mutex::default(), unresolved: Mutex::default() }
+        let announced = Arc::default();
+        Self { names, announced, shared, stats, peers: Mutex::default(), unresolved: Mutex::default() }
+    }
+
+    /// Where ranks that announce themselves are noted: they are found as if they were named.
+    pub fn announced(&self) -> &Arc<Announced> {
+        &self.announced
     }
 
     /// Resolves and serves until `stop`, then joins every control task.
@@ -70,6 +80,7 @@ impl Directory {
         while !stop.is_cancelled() {
             // Before resolving, so that no loss during it is missed.
             let vacated = self.shared.vacated.notified();
+            let announced = self.announced.changed.notified();
             let found = self.resolve().await;
             self.forget_all_but(&found);
             for (address, name) in found {
@@ -78,13 +89,15 @@ impl Directory {
                 }
                 let (sender, peer) = watch::channel(Peer::unknown(Instant::now()));
                 let own = stop.child_token();
-                self.lock_peers().insert(address, Tracked { peer, stop: own.clone() });
+                let is_listed = self.names.contains(&name);
+                self.lock_peers().insert(address, Tracked { peer, is_listed, stop: own.clone() });
                 let host = name.rsplit_once(':').map_or(name.as_str(), |(host, _)| host).to_owned();
                 tasks.spawn(control::run(address, host, Arc::clone(&self.shared), sender, own));
             }
             while tasks.try_join_next().is_some() {}
             tokio::select! {
                 () = tokio::time::sleep(RESOLVE_EVERY) => {}
+                () = announced => {}
                 () = async { vacated.await; tokio::time::sleep(RESOLVE_PAUSE).await } => {}
                 () = stop.cancelled() => {}
             }
@@ -106,7 +119,7 @@ impl Directory {
         self.lock_peers().retain(|address, tracked| {
             let stays = found.contains_key(address) || tracked.peer.borrow().in_use().is_some();
             if !stays {
-                tracing::info!(peer = %address, "no name of --ffn stands for this address any more");
+                tracing::info!(peer = %address, "no name of --ffn and no announcement stands for this address any more");
                 tracked.stop.cancel();
             }
             stays
@@ -128,7 +141,10 @@ impl Directory {
                 return Ok(());
             }
             for (address, peer) in self.peers() {
-                if let PeerState::Refused { why, for_good: true } = peer.state {
+                let is_listed = self.lock_peers().get(&address).is_some_and(|tracked| tracked.is_listed);
+                if let PeerState::Refused { why, for_good: true } = peer.state
+                    && is_listed
+                {
                     return Err(DirectoryError::Refused { address, why });
                 }
             }
@@ -170,7 +186,11 @@ impl Directory {
     /// The addresses behind all names, each with the first name that stands for it.
     async fn resolve(&self) -> BTreeMap<SocketAddr, String> {
         let mut found = BTreeMap::new();
-        for name in &self.names {
+        let announced = self.announced.addresses(Instant::now());
+        let unlisted = announced.iter().filter(|name| !self.names.contains(name));
+        let names: Vec<_> = self.names.iter().chain(unlisted).collect();
+        self.lock_unresolved().retain(|name, _| names.contains(&name));
+        for name in names {
             let resolved = tokio::time::timeout(RESOLVE_EVERY, tokio::net::lookup_host(name.as_str())).await;
             let failure = match resolved {
                 Ok(Ok(addresses)) => {

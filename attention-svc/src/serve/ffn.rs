@@ -18,6 +18,7 @@ use super::model::Loaded;
 use crate::api::{FfnPeers, Reason, ServedBy};
 use crate::config::{FfnConfig, FfnTarget, ServeConfig};
 use crate::device::LocalFfn;
+use crate::membership::announced::Announced;
 use crate::remote_ffn::connect::{self, Way};
 use crate::remote_ffn::control::{ControlSettings, Peer};
 use crate::remote_ffn::directory::{Directory, DirectoryError};
@@ -157,6 +158,14 @@ impl Running {
         match self {
             Self::Local(_) | Self::OnDevice => Ok(()),
             Self::Remote { directory, join_timeout, .. } => directory.wait_ready(*join_timeout).await,
+        }
+    }
+
+    /// Where FFN ranks announce themselves, if they may.
+    pub(super) fn announced(&self) -> Option<Arc<Announced>> {
+        match self {
+            Self::Remote { directory, .. } => Some(Arc::clone(directory.announced())),
+            Self::Local(_) | Self::OnDevice => None,
         }
     }
 

@@ -8,7 +8,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use afd_common::config::device::DeviceError;
-use afd_common::net::{Drained, Listener, NetError, Options};
+use afd_common::net::{Drained, Listener, NetError, Options, Tokens};
+use afd_common::proto::v1;
 use afd_common::telemetry::{MetricError, Metrics};
 use afd_gpu::GpuError;
 use tokio::sync::watch;
@@ -20,8 +21,10 @@ mod model;
 mod readiness;
 
 use crate::api::{self, Api, ApiLimits, ApiParts, Readiness};
-use crate::config::{OptionError, ServeConfig};
+use crate::config::{OptionError, PeersConfig, ServeConfig};
 use crate::engine::{self, EngineDeath, EngineHandle, EngineStartError};
+use crate::membership::Membership;
+use crate::membership::peers::{PeerSettings, Peers};
 use crate::model::{ModelError, NoKernels};
 use crate::profile;
 use crate::remote_ffn::directory::DirectoryError;
@@ -161,6 +164,8 @@ impl Server {
         config.trace.spans.count(&metrics)?;
 
         let (readiness, readiness_receiver) = watch::channel(Readiness::Waiting(ffn.describe()));
+        let fingerprint = loaded.identity.fingerprint.clone();
+        let peers = Arc::new(peers(&config, by.identity.clone(), fingerprint.clone()));
         let api = Api::new(ApiParts {
             engine: Arc::new(engine.clone()),
             model: loaded.served,
@@ -169,6 +174,7 @@ impl Server {
             limits: ApiLimits { max_body_bytes: config.capacity.max_body_bytes },
             readiness: readiness_receiver,
             ffn_peers: ffn.peers(),
+            peers: Arc::clone(&peers),
             metrics,
             tracing: api::RequestTracing {
                 spans: config.trace.spans.clone(),
@@ -176,8 +182,20 @@ impl Server {
             },
         })?;
         let profile = profile::route::router(engine.clone(), Arc::clone(&stats.reports), config.ffn.rank);
-        let router = api::router(api, tonic::service::Routes::default())?.merge(profile);
+        let membership = Membership {
+            announced: ffn.announced(),
+            peers: Arc::clone(&peers),
+            join_token: (!config.ffn.join_token.is_empty()).then(|| Tokens::one(&config.ffn.join_token)),
+            fingerprint,
+            readiness: readiness.subscribe(),
+            ffn_peers: ffn.peers(),
+        };
+        let routes = tonic::service::Routes::new(membership.service());
+        let router = api::router(api, routes)?.merge(profile);
         let stop_port = CancellationToken::new();
+        if !peers.is_empty() {
+            tokio::spawn(peers.run(stop_port.clone()));
+        }
         config.address.access.warn(address);
         let access = config.address.access.clone();
         let mut options = Options { drain: FAREWELL, access, ..Options::default() };
@@ -249,6 +267,15 @@ impl Server {
             (Ok(()), Err(_)) => Err(EngineDeath("its thread panicked".into()).into()),
         }
     }
+}
+
+/// The other attention ranks, as the options name them.
+fn peers(config: &ServeConfig, identity: v1::Identity, fingerprint: String) -> Peers {
+    let token = format!("Bearer {}", config.ffn.join_token);
+    // One that no header can carry is shown to nobody, and whoever asks for one says so.
+    let token = token.parse().ok().filter(|_| !config.ffn.join_token.is_empty());
+    let PeersConfig { names, tls } = config.peers.clone();
+    Peers::new(PeerSettings { names, tls, token, identity, fingerprint })
 }
 
 /// Writes the whole line or nothing: a reader never sees half an address.

@@ -12,6 +12,7 @@ use attention_svc::api::validate::{ModelLimits, SamplingDefaults};
 use attention_svc::api::{
     self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedBy, ServedModel,
 };
+use attention_svc::membership::peers::{PeerSettings, Peers};
 use attention_svc::request::{
     ChosenToken, FinishReason, SequenceError, SequenceEvent, SequenceId, SequenceRequest, TokenLogprobs,
     Usage,
@@ -202,6 +203,7 @@ impl Server {
             limits: ApiLimits::default(),
             readiness: readiness_receiver,
             ffn_peers: Arc::new(Vec::new),
+            peers: Arc::new(Peers::new(PeerSettings::default())),
             metrics: Metrics::new(),
             tracing: RequestTracing::default(),
         })

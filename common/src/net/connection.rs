@@ -185,7 +185,7 @@ where
                 Some(refusal) => refusal,
                 None => answered.await?,
             };
-            Ok::<_, Infallible>(answer.map(|inner| Watched { inner, _running: running }))
+            Ok::<_, Infallible>(answer.map(|inner| Watched::new(inner, running)))
         }
     });
     let connection = port.http.serve_connection(TokioIo::new(stream), service);

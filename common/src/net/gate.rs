@@ -36,6 +36,19 @@ impl Tokens {
         Self(vec![digest(token)])
     }
 
+    /// What is wrong with an `authorization` header: missing, not a bearer token, or not one of these.
+    ///
+    /// # Errors
+    /// In a word or two.
+    pub fn check(&self, authorization: Option<&str>) -> Result<(), &'static str> {
+        match authorization.map(bearer) {
+            None => Err("missing"),
+            Some(None) => Err("not `Bearer TOKEN`"),
+            Some(Some(token)) if self.admit(token) => Ok(()),
+            Some(Some(_)) => Err("wrong"),
+        }
+    }
+
     fn admit(&self, presented: &str) -> bool {
         let presented = digest(presented);
         let any = |found: Choice, token: &[u8; 32]| found | token.ct_eq(&presented);

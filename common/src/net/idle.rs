@@ -62,13 +62,20 @@ impl Drop for Running {
     }
 }
 
-/// A response's body; its request runs until it has been sent or dropped.
-pub(super) struct Watched<B> {
-    pub(super) inner: B,
-    pub(super) _running: Running,
+/// A response's body that keeps something until it has been sent or dropped: whatever stands for the request.
+pub struct Watched<B, G> {
+    inner: B,
+    _kept: G,
 }
 
-impl<B: HttpBody + Unpin> HttpBody for Watched<B> {
+impl<B, G> Watched<B, G> {
+    /// Keeps `kept` as long as `inner`.
+    pub fn new(inner: B, kept: G) -> Self {
+        Self { inner, _kept: kept }
+    }
+}
+
+impl<B: HttpBody + Unpin, G: Unpin> HttpBody for Watched<B, G> {
     type Data = B::Data;
     type Error = B::Error;
 

@@ -38,6 +38,7 @@ pub use access::{Access, AccessError, TlsFiles};
 pub use body::{BodyTimeout, BodyTimes};
 use connection::{Port, serve_connection};
 pub use gate::{Gate, Tokens};
+pub use idle::Watched;
 pub use reflection::add_reflection;
 pub use stats::{NetCounts, NetStats};
 

@@ -6,6 +6,7 @@ use afd_common::net::{Gate, Tokens};
 use afd_common::placement::CONTIGUOUS;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
 use subtle::ConstantTimeEq;
+use tonic::metadata::{Ascii, MetadataValue};
 
 /// Most characters of a deployment's name.
 const MAX_DEPLOYMENT_CHARS: usize = 128;
@@ -49,6 +50,13 @@ impl JoinToken {
             "/afd.v1.FfnControlService/Steps",
             "/afd.v1.LayerStageService/StreamStages",
         ])
+    }
+
+    /// As an `authorization` header, for whoever shares the secret; `None` where no header can carry it.
+    pub fn header(&self) -> Option<MetadataValue<Ascii>> {
+        let mut value: MetadataValue<Ascii> = format!("Bearer {}", self.0).parse().ok()?;
+        value.set_sensitive(true);
+        Some(value)
     }
 
     /// Compares in time that does not depend on where the two differ.

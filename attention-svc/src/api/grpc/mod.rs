@@ -19,7 +19,7 @@ use super::openai::chat::check_role;
 use super::prompt::PromptSource;
 use super::request_span::Incoming;
 use super::validate::{FieldError, FieldNames, GenerationSpec, SamplingSpec, StopSpec};
-use super::{Api, Readiness, ids};
+use super::{Api, Readiness, forward, ids};
 use crate::request::{FinishReason, TokenLogprobs};
 use crate::text::tokenizer::SpecialTokens;
 use crate::text::{ChatMessage, Tokenizer};
@@ -29,7 +29,8 @@ pub(super) fn services(api: Arc<Api>, extra: Routes) -> Result<Routes, tonic_ref
     let limit = api.limits.max_body_bytes;
     let health = health::service(api.readiness.clone(), serves);
     let inference = InferenceServiceServer::new(Face { api }).max_decoding_message_size(limit);
-    add_reflection(extra.add_service(inference).add_service(health), &["afd.v1.InferenceService"])
+    let listed = ["afd.v1.InferenceService", "afd.v1.MembershipService"];
+    add_reflection(extra.add_service(inference).add_service(health), &listed)
 }
 
 /// `grpc.health.v1`: the empty name and every service of this process answer whether it is ready; `live` and `ready` are
@@ -37,7 +38,7 @@ pub(super) fn services(api: Arc<Api>, extra: Routes) -> Result<Routes, tonic_ref
 fn serves(readiness: &Readiness, service: &str) -> Option<bool> {
     match service {
         "live" => Some(readiness.is_live()),
-        "" | "ready" | "afd.v1.InferenceService" => Some(readiness.is_ready()),
+        "" | "ready" | "afd.v1.InferenceService" | "afd.v1.MembershipService" => Some(readiness.is_ready()),
         _ => None,
     }
 }
@@ -118,9 +119,10 @@ impl InferenceService for Face {
     }
 
     async fn abort(&self, request: Request<v1::AbortRequest>) -> Result<Response<v1::AbortResponse>, Status> {
-        let sequences = self.api.running.sequences(&request.into_inner().request_id);
+        let sequences = self.api.running.sequences(&request.get_ref().request_id);
         let aborted = sequences.is_some();
         sequences.into_iter().flatten().for_each(|id| self.api.engine.abort(id));
+        let aborted = aborted || forward::abort_elsewhere(&self.api, request).await;
         Ok(Response::new(v1::AbortResponse { aborted }))
     }
 }

@@ -1,0 +1,138 @@
+//! `MembershipService`: FFN ranks say where they are ([`announced`]), attention ranks tell each other how busy they are
+//! ([`peers`]), so that any of them is an address for all.
+use std::sync::Arc;
+use std::time::Instant;
+
+use afd_common::ids::Shard;
+use afd_common::net::Tokens;
+use afd_common::proto::v1;
+use afd_common::proto::v1::membership_service_server::{MembershipService, MembershipServiceServer};
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+pub mod announced;
+pub mod peers;
+
+use crate::api::{FfnPeers, Readiness};
+use announced::{Announced, FORGOTTEN_AFTER};
+use peers::Peers;
+
+/// Paths of this service: where there is a join token it guards them, and the API's tokens do not.
+pub const PATHS: &[&str] = &[
+    "/afd.v1.MembershipService/Announce",
+    "/afd.v1.MembershipService/Leave",
+    "/afd.v1.MembershipService/ListPeers",
+];
+
+/// What the service is made of.
+pub struct Membership {
+    /// Where announcements go; `None` with the FFN in this process.
+    pub announced: Option<Arc<Announced>>,
+    /// The other attention ranks.
+    pub peers: Arc<Peers>,
+    /// Asked of every caller, if anything.
+    pub join_token: Option<Tokens>,
+    /// `ModelIdentity.fingerprint` of what is served.
+    pub fingerprint: String,
+    /// Whether requests can be served.
+    pub readiness: watch::Receiver<Readiness>,
+    /// FFN ranks in use.
+    pub ffn_peers: FfnPeers,
+}
+
+impl Membership {
+    /// As a gRPC service.
+    pub fn service(self) -> MembershipServiceServer<impl MembershipService> {
+        MembershipServiceServer::new(self)
+    }
+
+    fn check_token<T>(&self, request: &Request<T>) -> Result<(), Status> {
+        let Some(token) = &self.join_token else { return Ok(()) };
+        let presented = request.metadata().get("authorization").and_then(|value| value.to_str().ok());
+        token.check(presented).map_err(|what| {
+            Status::unauthenticated(format!(
+                "`authorization` is {what}; expected `Bearer <join token>` (--join-token-file)"
+            ))
+        })
+    }
+}
+
+fn invalid(field: &str, what: &str) -> Status {
+    Status::invalid_argument(format!("`{field}`: {what}"))
+}
+
+fn differs(field: &str, caller: &str, own: &str) -> Status {
+    let message = format!("`{field}` differs: the caller has {caller}, this attention rank has {own}");
+    Status::failed_precondition(message)
+}
+
+#[tonic::async_trait]
+impl MembershipService for Membership {
+    async fn announce(
+        &self,
+        request: Request<v1::AnnounceRequest>,
+    ) -> Result<Response<v1::AnnounceResponse>, Status> {
+        self.check_token(&request)?;
+        let v1::AnnounceRequest { identity, address, shard, fingerprint } = request.into_inner();
+        let announced = self.announced.as_ref().ok_or_else(|| {
+            Status::failed_precondition("this attention rank has its FFN in its own process (--ffn local)")
+        })?;
+        let identity = identity.ok_or_else(|| invalid("identity", "missing"))?;
+        if identity.role() != v1::Role::Ffn {
+            return Err(differs(
+                "identity.role",
+                identity.role().as_str_name(),
+                "ROLE_FFN for announcements",
+            ));
+        }
+        if !crate::config::is_address(&address) {
+            return Err(invalid("address", &format!("{address:?} is no address; expected host:port")));
+        }
+        if shard.and_then(|shard| Shard::new(shard.index, shard.count)).is_none() {
+            return Err(invalid("shard", "missing, or its index is not below its count"));
+        }
+        if fingerprint != self.fingerprint {
+            return Err(differs("model.fingerprint", &fingerprint, &self.fingerprint));
+        }
+        let rank = identity.rank;
+        let peer = v1::AnnouncedPeer { identity: Some(identity), address: address.clone(), shard };
+        match announced.handle_announce(peer, Instant::now()) {
+            Err(full) => return Err(Status::resource_exhausted(full.to_string())),
+            Ok(true) => tracing::info!(address, rank, "an FFN rank announces itself"),
+            Ok(false) => {}
+        }
+        Ok(Response::new(v1::AnnounceResponse {
+            identity: Some(self.peers.identity().clone()),
+            forgotten_after_ms: FORGOTTEN_AFTER.as_millis() as u32,
+        }))
+    }
+
+    async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
+        self.check_token(&request)?;
+        let v1::LeaveRequest { identity, address } = request.into_inner();
+        let known = self.announced.as_ref();
+        let was_known =
+            known.is_some_and(|known| known.handle_leave(&address, identity.as_ref(), Instant::now()));
+        if was_known {
+            tracing::info!(address, "an FFN rank leaves");
+        }
+        Ok(Response::new(v1::LeaveResponse { was_known }))
+    }
+
+    async fn list_peers(
+        &self,
+        request: Request<v1::ListPeersRequest>,
+    ) -> Result<Response<v1::ListPeersResponse>, Status> {
+        self.check_token(&request)?;
+        let announced = self.announced.as_ref();
+        Ok(Response::new(v1::ListPeersResponse {
+            identity: Some(self.peers.identity().clone()),
+            fingerprint: self.fingerprint.clone(),
+            ready: self.readiness.borrow().is_ready(),
+            num_requests: self.peers.num_local(),
+            announced: announced.map_or_else(Vec::new, |known| known.peers(Instant::now())),
+            ffn_peers: (self.ffn_peers)(),
+            attention_peers: self.peers.addresses(),
+        }))
+    }
+}
