@@ -9,6 +9,7 @@ use attention_svc::api::validate::{ModelLimits, SamplingDefaults};
 use attention_svc::api::{
     self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedBy, ServedModel,
 };
+use attention_svc::membership::peers::{PeerSettings, Peers};
 use attention_svc::request::{SequenceError, SequenceId, SequenceRequest};
 use attention_svc::text::{Text, TokenizerFile};
 use axum::Router;
@@ -52,6 +53,7 @@ fn router() -> anyhow::Result<Router> {
         limits: ApiLimits::default(),
         readiness: watch::channel(Readiness::Ready).1,
         ffn_peers: Arc::new(Vec::new),
+        peers: Arc::new(Peers::new(PeerSettings::default())),
         metrics: Metrics::new(),
         tracing: RequestTracing::default(),
     })?;

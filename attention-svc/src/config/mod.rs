@@ -19,7 +19,6 @@ mod choices;
 mod kv_memory;
 
 pub use args::ServeArgs;
-pub(crate) use choices::is_address;
 pub use choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, StageChoice};
 pub use kv_memory::{KvMemory, KvPlan, KvRequest};
 

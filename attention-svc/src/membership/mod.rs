@@ -85,7 +85,7 @@ impl MembershipService for Membership {
                 "ROLE_FFN for announcements",
             ));
         }
-        if !crate::config::is_address(&address) {
+        if !afd_common::net::is_address(&address) {
             return Err(invalid("address", &format!("{address:?} is no address; expected host:port")));
         }
         if shard.and_then(|shard| Shard::new(shard.index, shard.count)).is_none() {
