@@ -23,7 +23,10 @@ async fn python_client() -> anyhow::Result<()> {
     });
     let Some(lines) = run.await? else { return Ok(()) };
     // By reflection, as v1alpha: the version that Python's package speaks.
-    has_line(&lines, "services: attention afd.v1.InferenceService afd.v1.MembershipService grpc.health.v1.Health")?;
+    has_line(
+        &lines,
+        "services: attention afd.v1.InferenceService afd.v1.MembershipService grpc.health.v1.Health",
+    )?;
     has_line(&lines, "services: ffn afd.v1.FfnControlService afd.v1.LayerStageService grpc.health.v1.Health")
 }
 
