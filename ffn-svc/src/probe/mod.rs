@@ -93,7 +93,17 @@ async fn ask(options: &ProbeOptions, channel: DialedChannel) -> anyhow::Result<S
 /// When it is not ready, or its words when it does not know the question.
 pub async fn check_ready(channel: DialedChannel) -> anyhow::Result<()> {
     let asked = HealthCheckRequest { service: "ready".into() };
-    let status = HealthClient::new(channel).check(asked).await.context("health")?.into_inner().status();
+    let mut client = HealthClient::new(channel);
+    let mut answer = client.check(asked.clone()).await;
+    // A port that closes at once, with a word why, may have done so before the question left; the word is then lost, and
+    // said again on the next connection.
+    for _ in 0..3 {
+        match &answer {
+            Err(status) if status.code() == Code::Cancelled => answer = client.check(asked.clone()).await,
+            _ => break,
+        }
+    }
+    let status = answer.context("health")?.into_inner().status();
     if status != ServingStatus::Serving {
         bail!("not ready: {}", status.as_str_name());
     }
