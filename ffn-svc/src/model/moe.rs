@@ -165,7 +165,8 @@ impl MixtureOfExperts {
             Shared::None => 0,
             Shared::Slice(_) | Shared::Whole(_) => work.shared_rows.as_ref().map_or(num_rows, Vec::len),
         };
-        if !few_rows.are(fullest.max(num_shared)) {
+        // On a GPU the loops cannot reach rows, not even to find that none of them is this shard's.
+        if x.device() != Device::Cpu || !few_rows.are(fullest.max(num_shared)) {
             return Ok(None);
         }
         let Some(mut mlps) = self.experts.as_few_rows(groups) else { return Ok(None) };
