@@ -22,13 +22,16 @@ pub enum Source {
     Gqa,
     /// Norms, rope and cache write, argmax.
     Rows,
+    /// Sampled tokens.
+    Sample,
     /// Seeded numbers.
     Random,
 }
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 6] = [Self::Channel, Self::Moe, Self::Mla, Self::Gqa, Self::Rows, Self::Random];
+    pub const ALL: [Self; 7] =
+        [Self::Channel, Self::Moe, Self::Mla, Self::Gqa, Self::Rows, Self::Sample, Self::Random];
 
     fn file(self) -> (&'static str, &'static str) {
         match self {
@@ -37,6 +40,7 @@ impl Source {
             Self::Mla => ("mla.cu", include_str!("../kernels/mla.cu")),
             Self::Gqa => ("gqa.cu", include_str!("../kernels/gqa.cu")),
             Self::Rows => ("rows.cu", include_str!("../kernels/rows.cu")),
+            Self::Sample => ("sample.cu", include_str!("../kernels/sample.cu")),
             Self::Random => ("random.cu", include_str!("../kernels/random.cu")),
         }
     }

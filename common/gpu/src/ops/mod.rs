@@ -5,9 +5,11 @@ mod gqa;
 mod mla;
 mod moe;
 mod rows;
+mod sample;
 
 pub use gemm::{Blas, Gemm, GemmShape, ProductType, WeightOrder};
 pub use gqa::{GqaDecode, GqaStep};
 pub use mla::{Mla, MlaShape, MlaStep};
 pub use moe::{Moe, MoeOutput, MoeScoring, MoeShape, MoeTuning, MoeWeights};
 pub use rows::{GqaWrite, MlaWrite, NormRows, RowPlaces, Rows};
+pub use sample::{DrawRule, RULE_WORDS, Sample};

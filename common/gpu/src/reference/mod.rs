@@ -2,10 +2,12 @@
 mod mla;
 mod moe;
 mod rows;
+mod sample;
 
 pub use mla::mla_decode;
 pub use moe::{Route, moe, route};
 pub use rows::{argmax, rms_norm};
+pub use sample::{Drawn, interval, sample};
 
 /// Relative distance of `found` from `wanted`: the norm of the difference over the norm. NaN when anything is.
 pub fn relative_error(found: impl IntoIterator<Item = f64>, wanted: impl IntoIterator<Item = f64>) -> f64 {

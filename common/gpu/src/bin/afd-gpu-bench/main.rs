@@ -17,12 +17,13 @@ mod mla;
 mod moe;
 mod peer;
 mod rows;
+mod sample;
 mod table;
 mod timing;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | layer | moe | mla | contract | hops | loss | tune | profile)...";
+const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | sample | layer | moe | mla | contract | hops | loss | tune | profile)...";
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1).peekable();
@@ -79,6 +80,7 @@ fn run(section: &str) -> Result<String> {
     match section {
         "machine" => machine::run(&device),
         "rows" => rows::run(&device),
+        "sample" => sample::run(&device),
         "layer" => layer::run(&device),
         "moe" => moe::run(&device),
         "mla" => mla::run(&device),
