@@ -6,15 +6,17 @@
 //! ```
 //! The latent form multiplies W_UK into the queries before and W_UV into the result behind the decode kernel.
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use afd_gpu::ops::{
     Blas, Gemm, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaShape, MlaStep, MlaWrite, NormRows,
-    RowPlaces, Rows, WeightOrder,
+    RowPlaces, Rows, Sample, WeightOrder,
 };
 use afd_gpu::{Device, GpuError, Region, Staging, Stream};
 
 use super::inputs::Inputs;
 use super::stream_ffn::Summand;
+use crate::engine::DeviceChoice;
 use crate::model::{AttentionShape, KernelAttention, KernelLayer, KernelModel, KernelShape};
 
 /// Epsilon of the norm of the latent, whatever the model's own is.
@@ -23,6 +25,7 @@ const LATENT_NORM_EPS: f32 = 1e-6;
 /// What all stages share.
 pub(super) struct Kernels {
     rows: Rows,
+    sample: Sample,
     blas: Blas,
 }
 
@@ -41,8 +44,13 @@ pub(super) struct StageRows {
     attended: Region,
     /// `[max_rows, vocab]`
     logits: Region,
+    /// `[max_rows]` i32
     tokens: Region,
-    pub(super) chosen: Staging,
+    /// `[max_rows, 2]` f64
+    intervals: Region,
+    /// Both, one behind the other.
+    outcome: Region,
+    outcome_here: Staging,
     products: BTreeMap<usize, Products>,
     addresses: Option<(Vec<u64>, Region)>,
 }
@@ -64,8 +72,13 @@ struct Products {
 
 impl Kernels {
     pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
-        Ok(Self { rows: Rows::new(device)?, blas: Blas::new(device)? })
+        Ok(Self { rows: Rows::new(device)?, sample: Sample::new(device)?, blas: Blas::new(device)? })
     }
+}
+
+/// Where intervals begin behind the tokens, bytes.
+fn intervals_at(max_rows: usize) -> usize {
+    (max_rows * 4).next_multiple_of(256)
 }
 
 /// Columns of the projection, and of what the output projection takes.
@@ -102,6 +115,8 @@ impl StageRows {
                 (Attend::Gqa(Box::new(gqa)), rows(0)?, rows(0)?)
             }
         };
+        let intervals_at = intervals_at(max_rows);
+        let outcome = Region::zeroed(device, intervals_at + max_rows * 16)?;
         Ok(Self {
             inputs: Inputs::new(device, max_rows, max_blocks)?,
             attend,
@@ -113,8 +128,10 @@ impl StageRows {
             latents,
             attended: rows(attended)?,
             logits: rows(shape.vocab)?,
-            tokens: Region::zeroed(device, max_rows * 4)?,
-            chosen: Staging::new(device, max_rows * 4)?,
+            tokens: outcome.part(0..max_rows * 4)?,
+            intervals: outcome.part(intervals_at..outcome.len())?,
+            outcome_here: Staging::new(device, outcome.len())?,
+            outcome,
             products: BTreeMap::new(),
             addresses: None,
         })
@@ -284,7 +301,7 @@ impl StageRows {
         Ok(region)
     }
 
-    /// Enqueues the head and the greedy choice.
+    /// Enqueues the head and the choice of tokens, by the rules of the inputs.
     pub(super) fn choose(
         &self,
         kernels: &Kernels,
@@ -293,12 +310,37 @@ impl StageRows {
         padded: usize,
     ) -> Result<(), GpuError> {
         self.products(padded)?.head.enqueue(stream, &self.x, &model.head, &self.logits)?;
-        kernels.rows.argmax(stream, &self.logits, &self.tokens, padded, model.shape.vocab)
+        let vocab = model.shape.vocab;
+        kernels.rows.argmax(stream, &self.logits, &self.tokens, padded, vocab)?;
+        let chosen = (&self.tokens, &self.intervals);
+        kernels.sample.enqueue(stream, &self.logits, &self.inputs.rules, chosen, padded, vocab)
     }
 
     /// Enqueues the copy of the chosen tokens to the host.
     pub(super) fn fetch(&mut self, stream: &Stream, padded: usize) -> Result<(), GpuError> {
-        self.chosen.download(stream, &self.tokens, padded * 4)
+        let bytes = self.outcome.len() - self.intervals.len() + padded * 16;
+        self.outcome_here.download(stream, &self.outcome, bytes)
+    }
+
+    /// The tokens of `padded` rows that were [fetched](Self::fetch), once they are here.
+    pub(super) fn chosen(
+        &mut self,
+        padded: usize,
+        deadline: Duration,
+    ) -> Result<Vec<DeviceChoice>, GpuError> {
+        let at = self.outcome.len() - self.intervals.len();
+        let here = &mut self.outcome_here;
+        here.wait(deadline)?;
+        let tokens = here.elements::<i32>(0..padded * 4)?;
+        let mut chosen: Vec<_> = tokens
+            .iter()
+            .map(|&token| DeviceChoice { token: u32::try_from(token).ok(), below: 0.0, upto: 0.0 })
+            .collect();
+        let intervals = here.elements::<u64>(at..at + padded * 16)?;
+        for (choice, [below, upto]) in chosen.iter_mut().zip(intervals.as_chunks().0) {
+            (choice.below, choice.upto) = (f64::from_bits(*below), f64::from_bits(*upto));
+        }
+        Ok(chosen)
     }
 
     fn products(&self, padded: usize) -> Result<&Products, GpuError> {

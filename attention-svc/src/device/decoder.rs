@@ -26,8 +26,8 @@ use tch::{Kind, Tensor};
 use super::attention::{Kernels, StageRows};
 use super::capture_sizes::CaptureSizes;
 use super::stream_ffn::{Echo, HopRows, StepRun, StreamFfn, StreamHop};
-use crate::engine::{EagerReason, FfnLoss, StageOutput};
-use crate::model::{KernelModel, StageBatch};
+use crate::engine::{DecodeStage, DeviceChoice, EagerReason, FfnLoss, StageOutput};
+use crate::model::KernelModel;
 
 /// Longer than any step may take: waits inside it end much earlier by themselves.
 const STEP_DEADLINE: Duration = Duration::from_secs(60);
@@ -165,7 +165,7 @@ impl Decoder {
         for key in keys {
             for (stage, &padded) in self.stages.iter_mut().zip(key) {
                 stage.rows.prepare(&self.kernels, stream, &self.model, padded)?;
-                stage.rows.inputs.upload(stream, &StageBatch::default(), padded)?;
+                stage.rows.inputs.upload_padding(stream, padded)?;
             }
             self.enqueue(stream, &mut Echo::new(), key)?;
         }
@@ -176,21 +176,21 @@ impl Decoder {
     ///
     /// # Errors
     /// Why it cannot.
-    pub fn key(&self, ffn: &dyn StreamFfn, stages: &[&StageBatch]) -> Result<Vec<usize>, EagerReason> {
+    pub fn key(&self, ffn: &dyn StreamFfn, stages: &[DecodeStage<'_>]) -> Result<Vec<usize>, EagerReason> {
         if !self.is_warm(ffn) {
             return Err(EagerReason::NotWarm);
         }
         if stages.len() > self.stages.len() {
             return Err(EagerReason::Stages);
         }
-        let largest = stages.iter().map(|batch| batch.input_ids.len()).max().unwrap_or(0);
+        let largest = stages.iter().map(|stage| stage.batch.input_ids.len()).max().unwrap_or(0);
         let padded = self.settings.sizes.padded(largest).filter(|padded| *padded <= ffn.max_rows());
         let padded = padded.ok_or(EagerReason::Rows)?;
-        let fits = self.stages.iter().zip(stages).all(|(stage, batch)| stage.rows.inputs.fits(batch));
+        let fits = self.stages.iter().zip(stages).all(|(own, stage)| own.rows.inputs.fits(stage.batch));
         if fits { Ok(vec![padded; stages.len()]) } else { Err(EagerReason::Shape) }
     }
 
-    /// Runs a step for which there is a [`key`](Self::key). The outputs are good until the next one. `meanwhile` is called once
+    /// Runs a step for which there is a [`key`](Self::key); without a graph when its times are wanted (`profile`). The outputs are good until the next one. `meanwhile` is called once
     /// the device is busy.
     ///
     /// # Errors
@@ -199,28 +199,33 @@ impl Decoder {
         &mut self,
         stream: &Stream,
         ffn: &mut dyn StreamFfn,
-        step: StepId,
-        (key, stages): (&[usize], &[&StageBatch]),
+        (step, profile): (StepId, bool),
+        (key, stages): (&[usize], &[DecodeStage<'_>]),
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<StageOutput>, FfnLoss> {
-        let upload = |(stage, (batch, &padded)): (&mut Stage, (&&StageBatch, &usize))| {
-            stage.rows.inputs.upload(stream, batch, padded)
+        let upload = |(own, (stage, &padded)): (&mut Stage, (&DecodeStage<'_>, &usize))| {
+            own.rows.inputs.upload(stream, *stage, padded)
         };
         let uploads = self.stages.iter_mut().zip(stages.iter().zip(key)).try_for_each(upload);
         uploads.map_err(|error| FfnLoss::from(Failure::from(error)))?;
-        let run = if self.graphs.contains_key(key) { StepRun::Replay } else { StepRun::Eager };
+        let run = match profile {
+            true => StepRun::Profiled,
+            false if self.graphs.contains_key(key) => StepRun::Replay,
+            false => StepRun::Eager,
+        };
         let chosen = self.run(stream, ffn, step, (key, run), meanwhile).map_err(FfnLoss::from)?;
         let outputs = self.stages.iter().zip(stages).zip(chosen);
-        let output = |((stage, batch), best): ((&Stage, &&StageBatch), Vec<u32>)| {
-            let rows = batch.input_ids.len();
-            let x = stage.residual.f_narrow(0, 0, rows as i64);
+        let output = |((own, stage), mut chosen): ((&Stage, &DecodeStage<'_>), Vec<DeviceChoice>)| {
+            let rows = stage.batch.input_ids.len();
+            let x = own.residual.f_narrow(0, 0, rows as i64);
             let x = x.map_err(|error| FfnLoss::Fatal { what: error.to_string() })?;
-            Ok(StageOutput { x, best: Some(best[..rows].to_vec()) })
+            chosen.truncate(rows);
+            Ok(StageOutput { x, chosen: Some(chosen) })
         };
         outputs.map(output).collect()
     }
 
-    /// One step, to its end. Returns the best token of every padded row.
+    /// One step, to its end. Returns the chosen token of every padded row.
     fn run(
         &mut self,
         stream: &Stream,
@@ -228,10 +233,10 @@ impl Decoder {
         step: StepId,
         (key, run): (&[usize], StepRun),
         meanwhile: &mut dyn FnMut(),
-    ) -> Result<Vec<Vec<u32>>, Failure> {
+    ) -> Result<Vec<Vec<DeviceChoice>>, Failure> {
         if matches!(run, StepRun::Warmup | StepRun::Capture) {
             for (stage, &padded) in self.stages.iter_mut().zip(key) {
-                stage.rows.inputs.upload(stream, &StageBatch::default(), padded)?;
+                stage.rows.inputs.upload_padding(stream, padded)?;
             }
         }
         if run == StepRun::Capture {
@@ -252,7 +257,7 @@ impl Decoder {
         }
         ffn.announce(step, key, run)?;
         match self.graphs.get_mut(key) {
-            Some(graph) if run != StepRun::Warmup => graph.launch()?,
+            Some(graph) if !matches!(run, StepRun::Warmup | StepRun::Profiled) => graph.launch()?,
             _ => self.enqueue(stream, ffn, key)?,
         }
         let stages = || key.iter().enumerate();
@@ -262,9 +267,7 @@ impl Decoder {
         meanwhile();
         let mut chosen = Vec::with_capacity(key.len());
         for (index, &padded) in stages() {
-            let words = &mut self.stages[index].rows.chosen;
-            words.wait(STEP_DEADLINE)?;
-            chosen.push(words.elements::<i32>(0..padded * 4)?.iter().map(|&token| token as u32).collect());
+            chosen.push(self.stages[index].rows.chosen(padded, STEP_DEADLINE)?);
         }
         ffn.check()?;
         Ok(chosen)
@@ -298,6 +301,7 @@ impl Decoder {
             stage.rows.land(kernels, stream, model, last, padded, &summand)?;
             stage.rows.choose(kernels, stream, model, padded)?;
         }
+        ffn.settle(stream)?;
         Ok(())
     }
 

@@ -1,9 +1,11 @@
 //! What a stage of a decode step says about its rows, brought to the device by one copy: token ids, positions, lengths,
-//! cache slots, block tables.
+//! cache slots, rules by which tokens are chosen, block tables.
 use std::ops::Range;
 
+use afd_gpu::ops::{DrawRule, RULE_WORDS};
 use afd_gpu::{Device, GpuError, Region, Staging, Stream};
 
+use crate::engine::DecodeStage;
 use crate::model::StageBatch;
 
 /// The numbers of one stage, on the host and on the device.
@@ -16,6 +18,8 @@ pub(super) struct Inputs {
     pub(super) positions: Region,
     pub(super) seq_lens: Region,
     pub(super) slots: Region,
+    /// `[max_rows, RULE_WORDS]` u32
+    pub(super) rules: Region,
     /// `[max_rows, max_blocks]` i32
     pub(super) block_table: Region,
 }
@@ -28,6 +32,7 @@ struct Places {
     positions: Range<usize>,
     seq_lens: Range<usize>,
     slots: Range<usize>,
+    rules: Range<usize>,
     block_table: Range<usize>,
     max_rows: usize,
     max_blocks: usize,
@@ -47,6 +52,7 @@ impl Places {
             positions: take(max_rows * 4),
             seq_lens: take(max_rows * 4),
             slots: take(max_rows * 8),
+            rules: take(max_rows * RULE_WORDS * 4),
             block_table: take(max_rows * max_blocks * 4),
             max_rows,
             max_blocks,
@@ -66,6 +72,7 @@ impl Inputs {
             positions: part(&places.positions)?,
             seq_lens: part(&places.seq_lens)?,
             slots: part(&places.slots)?,
+            rules: part(&places.rules)?,
             block_table: part(&places.block_table)?,
             memory,
             places,
@@ -79,11 +86,16 @@ impl Inputs {
         single && batch.sequences.len() == batch.input_ids.len() && batch.input_ids.len() <= max_rows
     }
 
+    /// Enqueues the copy of a stage that has nothing but padding.
+    pub(super) fn upload_padding(&mut self, stream: &Stream, padded: usize) -> Result<(), GpuError> {
+        self.upload(stream, DecodeStage { batch: &StageBatch::default(), rules: &[] }, padded)
+    }
+
     /// Enqueues the copy of a stage that [`fits`](Self::fits), its rows padded to `padded`.
     pub(super) fn upload(
         &mut self,
         stream: &Stream,
-        batch: &StageBatch,
+        DecodeStage { batch, rules }: DecodeStage<'_>,
         padded: usize,
     ) -> Result<(), GpuError> {
         let rows = batch.input_ids.len();
@@ -100,6 +112,8 @@ impl Inputs {
         fill(words, batch.sequences.iter().map(|sequence| sequence.context_len as i32), 0);
         let words = staging.elements::<i64>(first(&places.slots, padded, 8))?;
         fill(words, batch.slot_mapping.iter().copied(), -1);
+        let words = staging.elements::<u32>(first(&places.rules, padded, RULE_WORDS * 4))?;
+        fill(words.as_chunks_mut().0, rules.iter().map(|rule| rule.words()), DrawRule::Best.words());
         let table = first(&places.block_table, padded * places.max_blocks, 4);
         let end = table.end;
         let words = staging.elements::<i32>(table)?;
@@ -134,6 +148,7 @@ mod tests {
             &places.positions,
             &places.seq_lens,
             &places.slots,
+            &places.rules,
             &places.block_table,
         ];
         assert!(all.windows(2).all(|pair| pair[0].end <= pair[1].start));

@@ -8,7 +8,8 @@ use crate::engine::FfnLoss;
 ///
 /// # Contract
 /// - **Order.** Per step: [`announce`](Self::announce), then for every layer and, within it, every stage one `dispatch` and one
-///   `combine`, the combine of a stage before its next dispatch; then, once the stream got there, [`check`](Self::check). What
+///   `combine`, the combine of a stage before its next dispatch; then [`settle`](Self::settle) and, once the stream got
+///   there, [`check`](Self::check). What
 ///   was enqueued while a graph was being captured is the same step again whenever the graph is launched.
 /// - **Memory.** `dispatch` reads the rows when the stream gets there; they may be written again behind the stage's
 ///   `combine`. What `combine` returns is there for work on the stream behind it, until the stage's next `dispatch`.
@@ -43,6 +44,14 @@ pub trait StreamFfn {
     /// [`FfnLoss`]; the step cannot run.
     fn combine(&mut self, stream: &Stream, hop: StreamHop) -> Result<Summand, FfnLoss>;
 
+    /// Enqueues what [`check`](Self::check) needs, behind the last combine of a step.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the step cannot run.
+    fn settle(&mut self, _stream: &Stream) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
     /// Whether everything that has run so far got what it waited for.
     ///
     /// # Errors
@@ -64,6 +73,8 @@ pub enum StepRun {
     Capture,
     /// Launched again.
     Replay,
+    /// Operation by operation, because the times of its parts are wanted: a graph has only a beginning and an end.
+    Profiled,
 }
 
 /// One exchange of a step.

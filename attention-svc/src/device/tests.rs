@@ -5,12 +5,14 @@ use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard, StepId};
 use afd_common::weights::Weights;
 use afd_gpu::Region;
+use afd_gpu::ops::DrawRule;
 use ffn_svc::device::DeviceModel;
 use ffn_svc::model::Side;
 use tch::{Kind, Tensor};
 
 use super::stream_ffn::Echo;
 use super::{CaptureSizes, Decoder, Gpu, GraphSettings};
+use crate::engine::DecodeStage;
 use crate::model::{AttentionModel, BlockId, KernelModel, KvCache, SequenceRows, StageBatch};
 
 const BLOCK_SIZE: usize = 16;
@@ -94,9 +96,11 @@ fn agree(config: &str) {
             let upto = lens.iter().enumerate().take(sequences);
             upto.for_each(|(i, &len)| rows(i, len + step - 1, len + step, &mut batch));
             let wanted = eager(&model, &mut by_torch, &batch);
-            let key = decoder.key(&ffn, &[&batch]).unwrap();
-            let found =
-                decoder.decode(gpu.stream(), &mut ffn, StepId(100), (&key, &[&batch]), &mut || {}).unwrap();
+            let stages = [DecodeStage { batch: &batch, rules: &vec![DrawRule::Best; sequences] }];
+            let key = decoder.key(&ffn, &stages).unwrap();
+            let found = decoder
+                .decode(gpu.stream(), &mut ffn, (StepId(100), false), (&key, &stages), &mut || {})
+                .unwrap();
             close(&found[0].x, &wanted, &format!("step {step}, {sequences} sequences, kernels"));
             // The last token of the prompts once more: alone it must come to the same as with all before it.
             if step == 0 {

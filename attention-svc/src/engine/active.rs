@@ -1,6 +1,7 @@
 //! What the engine's thread keeps of a sequence, besides what the scheduler knows.
 use std::time::Instant;
 
+use afd_gpu::ops::DrawRule;
 use tokio::sync::mpsc;
 
 use super::handle::Queued;
@@ -61,6 +62,16 @@ impl Active {
     /// Tells the API, when `news` is delivered. A receiver that is gone is noticed before the next step.
     pub(super) fn tell(&self, news: &mut News, event: SequenceEvent) {
         news.0.push((self.request.events.clone(), event));
+    }
+
+    /// How a device may choose its next token; the best, which the host does not take, where only the host can choose.
+    pub(super) fn rule(&self) -> DrawRule {
+        self.device_rule().unwrap_or(DrawRule::Best)
+    }
+
+    /// The same, where the device's choice is all that is asked for.
+    pub(super) fn device_rule(&self) -> Option<DrawRule> {
+        if self.request.logprobs.is_some() { None } else { self.sampler.rule() }
     }
 
     pub(super) fn is_abandoned(&self) -> bool {

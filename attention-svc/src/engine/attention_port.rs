@@ -3,6 +3,7 @@
 use std::any::Any;
 
 use afd_common::ids::{LayerIdx, StepId};
+use afd_gpu::ops::DrawRule;
 use tch::Tensor;
 
 use super::{FfnLoss, FfnPort, SideTensors, StageOutput, StepOutline};
@@ -92,7 +93,7 @@ pub trait AttentionPort: Send {
         &mut self,
         _ffn: &mut dyn FfnPort,
         _plan: &StepOutline,
-        _stages: &[&StageBatch],
+        _stages: &[DecodeStage<'_>],
         _meanwhile: &mut dyn FnMut(),
     ) -> Result<DecodeRun, FfnLoss> {
         Ok(DecodeRun::Unknown)
@@ -104,6 +105,15 @@ pub trait AttentionPort: Send {
     /// # Errors
     /// [`AttentionError`]; the stage cannot go on.
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError>;
+}
+
+/// One stage of a decode step.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeStage<'a> {
+    /// Its rows, one of each sequence.
+    pub batch: &'a StageBatch,
+    /// How the token of each row is chosen. Where only the host can do that it says the best, which nobody then looks at.
+    pub rules: &'a [DrawRule],
 }
 
 /// What came of a decode step on the device.
@@ -137,11 +147,14 @@ pub enum EagerReason {
     Rows,
     /// A sequence is longer than the block tables.
     Shape,
+    /// Its times were wanted (`attention-svc profile`).
+    Profiled,
 }
 
 impl EagerReason {
     /// All of them.
-    pub const ALL: [Self; 6] = [Self::Off, Self::Link, Self::NotWarm, Self::Stages, Self::Rows, Self::Shape];
+    pub const ALL: [Self; 7] =
+        [Self::Off, Self::Link, Self::NotWarm, Self::Stages, Self::Rows, Self::Shape, Self::Profiled];
 
     /// For metrics.
     pub fn label(self) -> &'static str {
@@ -152,6 +165,7 @@ impl EagerReason {
             Self::Stages => "stages",
             Self::Rows => "rows",
             Self::Shape => "shape",
+            Self::Profiled => "profiled",
         }
     }
 }

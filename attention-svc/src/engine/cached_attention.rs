@@ -8,7 +8,8 @@ use afd_gpu::GpuError;
 use tch::Tensor;
 
 use super::{
-    AttentionError, AttentionPort, DecodeRun, EagerReason, FfnLoss, FfnPort, SideTensors, StepOutline,
+    AttentionError, AttentionPort, DecodeRun, DecodeStage, EagerReason, FfnLoss, FfnPort, SideTensors,
+    StepOutline,
 };
 use crate::device::{Decoder, Gpu, GraphSettings};
 use crate::model::{
@@ -129,7 +130,7 @@ impl AttentionPort for CachedAttention {
         &mut self,
         ffn: &mut dyn FfnPort,
         plan: &StepOutline,
-        stages: &[&StageBatch],
+        stages: &[DecodeStage<'_>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<DecodeRun, FfnLoss> {
         let (Some(gpu), Some(decoder)) = (&self.gpu, &mut self.decoder) else {
@@ -139,8 +140,14 @@ impl AttentionPort for CachedAttention {
         match decoder.key(ffn, stages) {
             Err(reason) => Ok(DecodeRun::Eager(reason)),
             Ok(key) => {
-                let outputs = decoder.decode(gpu.stream(), ffn, plan.step, (&key, stages), meanwhile)?;
-                Ok(DecodeRun::Done { outputs, replayed: decoder.captures() })
+                let outputs = decoder.decode(
+                    gpu.stream(),
+                    ffn,
+                    (plan.step, plan.profile),
+                    (&key, stages),
+                    meanwhile,
+                )?;
+                Ok(DecodeRun::Done { outputs, replayed: decoder.captures() && !plan.profile })
             }
         }
     }

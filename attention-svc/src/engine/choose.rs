@@ -1,9 +1,11 @@
 //! The end of a step: logits of the rows that are wanted, a token for each sequence that gets one, commit, tell.
+use afd_gpu::ops::DrawRule;
+
 use super::active::{Active, News};
 use super::run::Engine;
-use super::{AttentionPort, StageOutput};
+use super::{AttentionPort, DeviceChoice, StageOutput};
 use crate::request::{ChosenToken, SequenceError, SequenceEvent};
-use crate::sampler::{SampleError, Sampled, Scratch, logprobs};
+use crate::sampler::{Draw, SampleError, Sampled, Scratch, logprobs};
 use crate::scheduler::{LogitRows, Stage, StepItem};
 
 /// Rows of logits that are in memory at a time: a long prompt whose log probabilities are wanted has many.
@@ -47,8 +49,8 @@ impl<A: AttentionPort> Engine<A> {
         let internal = |what: String| SequenceError::Internal(what);
         let mut chosen: Chosen = vec![None; stage.items.len()];
         let mut wanted = self.wanted(stage);
-        if let Some(best) = &output.best {
-            wanted.retain(|wanted| !self.take_best(stage, wanted, best, &mut chosen));
+        if let Some(choices) = &output.chosen {
+            wanted.retain(|wanted| !self.take_choice(stage, wanted, choices, &mut chosen));
         }
         let x = &output.x;
         for wanted in wanted.chunks(MAX_LOGIT_ROWS) {
@@ -77,16 +79,25 @@ impl<A: AttentionPort> Engine<A> {
     }
 
     /// Takes the token that the device has chosen, where its choice is all that is asked for. Returns whether it was.
-    fn take_best(&mut self, stage: &Stage, wanted: &Wanted, best: &[u32], chosen: &mut Chosen) -> bool {
+    fn take_choice(
+        &mut self,
+        stage: &Stage,
+        wanted: &Wanted,
+        choices: &[DeviceChoice],
+        chosen: &mut Chosen,
+    ) -> bool {
         let active = self.sequences.get_mut(&stage.items[wanted.item].sequence);
-        let (Some(active), Purpose::Choose, Some(&token)) = (active, &wanted.purpose, best.get(wanted.row))
+        let (Some(active), Purpose::Choose, Some(choice)) =
+            (active, &wanted.purpose, choices.get(wanted.row))
         else {
             return false;
         };
-        // Without a best logit the row itself says what is wrong with it.
-        if token == u32::MAX || active.request.logprobs.is_some() || !active.sampler.takes_best() {
-            return false;
+        // Where there is no token the row itself says what is wrong with it.
+        let (Some(token), Some(rule)) = (choice.token, active.device_rule()) else { return false };
+        if let DrawRule::Draw { uniform, .. } = rule {
+            tell_draw(active, token, Draw { uniform, below: choice.below, upto: choice.upto });
         }
+        self.metrics.tokens_chosen_on_device.add(1);
         tell_token(active, &mut self.news, ChosenToken { id: token, logprobs: None });
         chosen[wanted.item] = Some(Ok(token));
         true
@@ -144,19 +155,16 @@ fn use_row(
         .map(|num_top| logprobs(row, token, usize::from(num_top), scratch))
         .transpose()?;
     if let Some(draw) = draw {
-        // What makes a random choice checkable from outside.
-        tracing::debug!(
-            request_id = %active.request.request_id,
-            index = active.sampler.num_output(),
-            token,
-            uniform = draw.uniform,
-            below = draw.below,
-            upto = draw.upto,
-            "drawn"
-        );
+        tell_draw(active, token, draw);
     }
     tell_token(active, news, ChosenToken { id: token, logprobs: told });
     Ok(Some(token))
+}
+
+/// What makes a random choice checkable from outside.
+fn tell_draw(active: &Active, token: u32, Draw { uniform, below, upto }: Draw) {
+    let index = active.sampler.num_output();
+    tracing::debug!(request_id = %active.request.request_id, index, token, uniform, below, upto, "drawn");
 }
 
 fn tell_token(active: &mut Active, news: &mut News, token: ChosenToken) {

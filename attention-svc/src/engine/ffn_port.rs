@@ -8,6 +8,7 @@ use afd_common::link::LinkKind;
 use afd_common::telemetry::TraceContext;
 use tch::Tensor;
 
+use super::trace::AttendRecord;
 use crate::device::StreamFfn;
 use crate::scheduler::Phase;
 
@@ -65,6 +66,12 @@ pub trait FfnPort: Send {
         &[]
     }
 
+    /// When a device was where in the last step, if the step was [profiled](StepOutline::profile) and a stream drove its
+    /// hops: then [`hop_records`](Self::hop_records) has nothing. Good until the next step.
+    fn device_times(&self) -> Option<&DeviceTimes> {
+        None
+    }
+
     /// Whether every shard has a warm rank. The engine schedules nothing while this is false.
     fn ready(&self) -> bool;
 
@@ -118,6 +125,15 @@ pub struct HopRecord {
     pub arrived: Option<Instant>,
     /// The answers of all shards were here.
     pub combined: Option<Instant>,
+}
+
+/// What a stream did in one step, by the device's own marks.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceTimes {
+    /// What it computed between its hops.
+    pub attends: Vec<AttendRecord>,
+    /// Its hops.
+    pub hops: Vec<HopRecord>,
 }
 
 /// What travels with the rows of a hop, as the layer's description asks.

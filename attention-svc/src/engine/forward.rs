@@ -23,8 +23,19 @@ pub(super) type StageOutcomes = Vec<Result<StageOutput, SequenceError>>;
 pub struct StageOutput {
     /// Residual stream, `[num_rows, hidden]`.
     pub x: Tensor,
-    /// The token with the largest logit of each row, where the device has chosen already; `u32::MAX` where there is none.
-    pub best: Option<Vec<u32>>,
+    /// The token of each row, where the device has chosen already.
+    pub chosen: Option<Vec<DeviceChoice>>,
+}
+
+/// A token that was chosen where the logits are, by the rule that it was asked with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceChoice {
+    /// Its id; `None` where the row has none that can be chosen.
+    pub token: Option<u32>,
+    /// Where a drawn token's interval begins; without meaning for the best.
+    pub below: f64,
+    /// Where it ends.
+    pub upto: f64,
 }
 
 /// Where a step's time went.
@@ -101,7 +112,7 @@ pub(super) fn forward<A: AttentionPort>(
     let land = |(index, flight): (usize, Result<Flight<A::Prepared>, SequenceError>)| {
         let hop = HopKey { step, layer: last, stage: StageIdx(index as u8) };
         match flight.map_err(Stop::Stage).and_then(|mut flight| pass.land(hop, &mut flight)) {
-            Ok(x) => Ok(Ok(StageOutput { x, best: None })),
+            Ok(x) => Ok(Ok(StageOutput { x, chosen: None })),
             Err(Stop::Stage(error)) => Ok(Err(error)),
             Err(Stop::Step(loss)) => Err(loss),
         }

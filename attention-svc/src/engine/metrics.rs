@@ -71,6 +71,8 @@ pub struct EngineMetrics {
     pub tokens_prefilled: Counter,
     /// Tokens chosen.
     pub tokens_generated: Counter,
+    /// Those of them that a device chose.
+    pub tokens_chosen_on_device: Counter,
     /// Times a sequence gave up its blocks.
     pub preemptions: Counter,
     /// Tokens looked up in the prefix cache.

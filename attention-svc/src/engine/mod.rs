@@ -20,11 +20,11 @@ mod tests;
 mod thread;
 mod trace;
 
-pub use attention_port::{AttentionError, AttentionPort, DecodeRun, EagerReason};
+pub use attention_port::{AttentionError, AttentionPort, DecodeRun, DecodeStage, EagerReason};
 pub use cached_attention::CachedAttention;
 pub use config::{EngineConfig, EngineConfigError};
-pub use ffn_port::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
-pub use forward::StageOutput;
+pub use ffn_port::{DeviceTimes, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
+pub use forward::{DeviceChoice, StageOutput};
 pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};
 pub use profile::ProfiledStep;

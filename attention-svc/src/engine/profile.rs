@@ -27,10 +27,19 @@ pub struct ProfiledStep {
     pub begun: Instant,
     /// When its tokens had been told.
     pub ended: Instant,
+    /// Whether the times below are a device's, by its own marks, and not those of the engine's thread.
+    pub on_device: bool,
     /// Attention of every layer and stage.
     pub attends: Vec<AttendRecord>,
     /// Every hop to every shard.
     pub hops: Vec<HopRecord>,
+}
+
+/// What was noted of a step, and by whom.
+pub(super) struct StepTimes<'a> {
+    pub(super) on_device: bool,
+    pub(super) attends: &'a [AttendRecord],
+    pub(super) hops: &'a [HopRecord],
 }
 
 /// A recording under way.
@@ -61,8 +70,7 @@ impl Profile {
         mut self,
         outline: &StepOutline,
         begun: Instant,
-        attends: &[AttendRecord],
-        hops: &[HopRecord],
+        times: StepTimes<'_>,
     ) -> Option<Self> {
         if !std::mem::replace(&mut self.has_begun, true) {
             return Some(self);
@@ -74,8 +82,9 @@ impl Profile {
             stages: outline.stage_rows.len(),
             begun,
             ended: Instant::now(),
-            attends: attends.to_vec(),
-            hops: hops.to_vec(),
+            on_device: times.on_device,
+            attends: times.attends.to_vec(),
+            hops: times.hops.to_vec(),
         });
         if self.steps.len() < self.num_steps {
             return Some(self);

@@ -5,17 +5,18 @@ use std::time::{Duration, Instant};
 
 use afd_common::ids::StepId;
 use afd_common::link::Doorbell;
+use afd_gpu::ops::DrawRule;
 use crossbeam_channel::Receiver;
 use tokio::sync::watch;
 
 use super::active::{Active, News};
 use super::forward::{ForwardTimes, StageOutcomes, forward};
 use super::handle::Command;
-use super::profile::Profile;
+use super::profile::{Profile, StepTimes};
 use super::trace::{StepRecorder, StepTrace};
 use super::{
-    AttentionPort, DecodeRun, EagerReason, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnLoss,
-    FfnPort, StepOutline,
+    AttentionPort, DecodeRun, DecodeStage, EagerReason, EngineConfig, EngineDeath, EngineMetrics,
+    EngineState, FfnLoss, FfnPort, StepOutline,
 };
 use crate::kv_cache::BlockPool;
 use crate::request::{FinishReason, SequenceError, SequenceEvent, SequenceId, Usage};
@@ -285,8 +286,14 @@ impl<A: AttentionPort> Engine<A> {
             self.recorder.end(&trace, &outline, start, &times, hops, lost.as_deref());
         }
         if let Some(profile) = self.profile.take() {
-            let (attends, hops) = (&self.recorder.attends, self.ffn.hop_records());
-            self.profile = profile.handle_step(&outline, start, attends, hops);
+            let times = match self.ffn.device_times() {
+                Some(times) => StepTimes { on_device: true, attends: &times.attends, hops: &times.hops },
+                None => {
+                    let (attends, hops) = (&self.recorder.attends, self.ffn.hop_records());
+                    StepTimes { on_device: false, attends, hops }
+                }
+            };
+            self.profile = profile.handle_step(&outline, start, times);
         }
         self.metrics.step_us.add_time(start.elapsed());
         Ok(true)
@@ -363,13 +370,22 @@ impl<A: AttentionPort> Engine<A> {
         let (ffn, attention, news) = (&mut *self.ffn, &mut self.attention, &mut self.news);
         if outline.phase == Phase::Decode {
             let begun = Instant::now();
-            let batches: Vec<_> = stages.iter().map(|stage| &stage.batch).collect();
-            match attention.decode(ffn, outline, &batches, &mut || news.deliver()) {
+            let sequences = &self.sequences;
+            let rule = |item: &StepItem| sequences.get(&item.sequence).map_or(DrawRule::Best, Active::rule);
+            let rules: Vec<Vec<_>> =
+                stages.iter().map(|stage| stage.items.iter().map(rule).collect()).collect();
+            let decoded: Vec<_> = stages
+                .iter()
+                .zip(&rules)
+                .map(|(stage, rules)| DecodeStage { batch: &stage.batch, rules })
+                .collect();
+            match attention.decode(ffn, outline, &decoded, &mut || news.deliver()) {
                 Ok(DecodeRun::Unknown) => {}
                 Ok(DecodeRun::Eager(reason)) => self.metrics.note_eager(reason),
                 Ok(DecodeRun::Done { outputs, replayed }) => {
                     match replayed {
                         true => self.metrics.graph_replays.add(1),
+                        false if outline.profile => self.metrics.note_eager(EagerReason::Profiled),
                         false => self.metrics.note_eager(EagerReason::Off),
                     }
                     ffn.end_step(outline.step);

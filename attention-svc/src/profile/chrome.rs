@@ -1,7 +1,7 @@
 //! Times of both sides as lanes of one timeline, in Chrome's trace format. Pure.
 //!
-//! A process is a rank. Of attention: one lane for what the engine's thread does, and one for the hops of each stage to
-//! each shard. Of an FFN rank: a lane for each stage, where a hop waits, is computed and is sent back. The FFN's times are
+//! A process is a rank. Of attention: one lane for what the engine's thread does, where there is a GPU one for what its
+//! stream does, by its own marks, and one for the hops of each stage to each shard. Of an FFN rank: a lane for each stage, where a hop waits, is computed and is sent back. The FFN's times are
 //! on its own clock: on several hosts they lie where these clocks put them.
 use std::time::Instant;
 
@@ -34,6 +34,8 @@ type Lane = (u32, u32);
 const ENGINE: u32 = 0;
 /// Shards a stage has lanes for.
 const MAX_SHARDS: u32 = 64;
+/// What attention's stream does; behind the lanes of hops.
+const DEVICE: u32 = 1 + 4 * MAX_SHARDS;
 
 /// A timeline of attention rank `rank` and of whoever reported.
 pub fn timeline(rank: u32, steps: &[ProfiledStep], reports: &[FfnReport], clock: &Clock) -> Value {
@@ -56,11 +58,15 @@ fn add_step(events: &mut Vec<Value>, lanes: &mut Lanes, pid: u32, step: &Profile
     let (from, to) = (clock.at(step.begun), clock.at(step.ended));
     let args = json!({"step": step.step.0, "rows": step.rows, "stages": step.stages, "phase": format!("{:?}", step.phase)});
     events.push(slice((pid, ENGINE), format!("step {}", step.step.0), from, to, args));
+    let worker = if step.on_device { DEVICE } else { ENGINE };
+    if step.on_device {
+        lanes.name((pid, DEVICE), "device");
+    }
     for attend in &step.attends {
         let (layer, stage) = (attend.hop.layer.0, attend.hop.stage.0);
         let (from, to) = (clock.at(attend.begun), clock.at(attend.ended));
         let args = json!({"step": step.step.0, "layer": layer, "stage": stage});
-        events.push(slice((pid, ENGINE), format!("attention L{layer} s{stage}"), from, to, args));
+        events.push(slice((pid, worker), format!("attention L{layer} s{stage}"), from, to, args));
     }
     for hop in &step.hops {
         let (layer, stage, shard) = (hop.key.layer.0, hop.key.stage.0, hop.shard);
@@ -74,7 +80,7 @@ fn add_step(events: &mut Vec<Value>, lanes: &mut Lanes, pid: u32, step: &Profile
         if let Some(begun) = hop.combine_begun.filter(|begun| *begun < to) {
             let args = json!({"step": step.step.0, "shard": shard});
             events.push(slice(
-                (pid, ENGINE),
+                (pid, worker),
                 format!("wait L{layer} s{stage}"),
                 clock.at(begun),
                 clock.at(to),
@@ -171,6 +177,7 @@ mod tests {
             phase: Phase::Decode,
             rows: 3,
             stages: 2,
+            on_device: false,
             begun: ago(100),
             ended: ago(10),
             attends: vec![AttendRecord { hop, begun: ago(90), ended: ago(70) }],
@@ -190,7 +197,8 @@ mod tests {
             shard: Shard::new(1, 2).unwrap(),
             report: v1::StepReport { step_id: 7, hops: vec![timing], ..Default::default() },
         };
-        let timeline = timeline(0, &[step], &[report], &Clock { now, now_us: 1000 });
+        let on_device = ProfiledStep { step: StepId(8), on_device: true, ..step.clone() };
+        let timeline = timeline(0, &[step, on_device], &[report], &Clock { now, now_us: 1000 });
         let events = timeline["traceEvents"].as_array().unwrap();
         let find = |name: &str| events.iter().filter(|event| event["name"] == name).collect::<Vec<_>>();
         let times = |event: &Value| {
@@ -201,15 +209,23 @@ mod tests {
         assert_eq!(times(find("wait L2 s1")[0]), (950, 30));
         assert_eq!(times(find("compute L2")[0]), (940, 30));
         let hops = find("L2");
-        assert_eq!(hops.len(), 2);
+        assert_eq!(hops.len(), 4);
+        let attends = find("attention L2 s1");
+        assert_ne!(attends[0]["tid"], attends[1]["tid"], "the device has a lane of its own");
         assert_ne!(hops[0]["tid"], hops[1]["tid"], "a lane a shard");
         let names: Vec<&str> = events
             .iter()
             .filter(|event| event["ph"] == "M")
             .filter_map(|event| event["args"]["name"].as_str())
             .collect();
-        for name in ["A0 attention", "F1 at h:1 (shard 1/2)", "engine", "stage 1, hops to shard 0", "stage 1"]
-        {
+        for name in [
+            "device",
+            "A0 attention",
+            "F1 at h:1 (shard 1/2)",
+            "engine",
+            "stage 1, hops to shard 0",
+            "stage 1",
+        ] {
             assert!(names.contains(&name), "{name} in {names:?}");
         }
     }

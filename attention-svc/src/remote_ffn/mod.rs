@@ -26,4 +26,5 @@ pub mod standing;
 pub mod stats;
 pub mod stream_edge;
 pub mod stream_joining;
+mod stream_times;
 pub mod streams;

@@ -30,7 +30,7 @@ use super::stats::FfnStats;
 use super::stream_edge::StreamEdge;
 use super::streams::{StreamPlace, Streams, decode_plan};
 use crate::device::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
-use crate::engine::{FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
+use crate::engine::{DeviceTimes, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 
 /// What stays the same for the life of the process.
 #[derive(Clone, Debug)]
@@ -497,6 +497,10 @@ impl FfnPort for RemoteFfn {
         self.recorder.hops()
     }
 
+    fn device_times(&self) -> Option<&DeviceTimes> {
+        self.streams.as_ref().and_then(Streams::times)
+    }
+
     fn ready(&self) -> bool {
         self.is_complete()
     }
@@ -536,6 +540,10 @@ impl StreamFfn for RemoteFfn {
     fn combine(&mut self, stream: &Stream, hop: StreamHop) -> Result<Summand, FfnLoss> {
         let StreamHop { layer, stage, padded_rows } = hop;
         self.streams()?.wait_hop(stream, layer, stage.0.into(), padded_rows)
+    }
+
+    fn settle(&mut self, stream: &Stream) -> Result<(), FfnLoss> {
+        self.streams()?.settle(stream)
     }
 
     fn check(&mut self) -> Result<(), FfnLoss> {

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use afd_common::ids::{Epoch, LayerIdx, Shard};
 use afd_common::link::{LinkKind, LinkStats};
-use afd_gpu::channel::{Form, Frame, Identity, StepChannel};
+use afd_gpu::channel::{Frame, HopShape, StepChannel};
 
 use super::edge::EdgeControl;
 use super::edges::OfShard;
@@ -19,11 +19,9 @@ pub struct StreamLink {
     pub epoch: Epoch,
     /// Most rows of a stage.
     pub max_rows: usize,
-    /// Bytes of a row on its way out.
-    pub row_bytes: usize,
-    /// Rows of that size that one row on its way back takes: 2 for f32 partial sums of bf16 rows.
-    pub units_back: usize,
-    /// Where rows travel; a stage's slot is its index.
+    /// How rows travel.
+    pub shape: HopShape,
+    /// Where rows travel.
     pub channel: Box<dyn StepChannel>,
 }
 
@@ -48,13 +46,7 @@ pub struct StreamEdge {
 impl StreamLink {
     /// The frames of a hop, on its way out and back. The FFN comes to the same.
     pub fn frames(&self, layer: LayerIdx, stage: usize, rows: usize) -> (Frame, Frame) {
-        let frame = |combine: bool, rows: usize| Frame {
-            slot: stage,
-            identity: Identity { epoch: self.epoch.0, layer: layer.0, stage: stage as u8, combine },
-            rows,
-            form: Form::for_bytes(rows * self.row_bytes),
-        };
-        (frame(false, rows), frame(true, rows * self.units_back))
+        self.shape.frames(self.epoch.0, layer.0, stage, rows)
     }
 }
 

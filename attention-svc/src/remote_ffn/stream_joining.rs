@@ -8,8 +8,9 @@ use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_gpu::Device;
-use afd_gpu::channel::{DeviceChannel, Landing, NcclChannel, Offer, StepChannel, StepError, StepLimits};
+use afd_gpu::channel::{DeviceChannel, HopShape, Landing, NcclChannel, StepChannel, StepError};
 use afd_gpu::nccl::UniqueId;
+use ffn_svc::session::ipc_wire;
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -64,15 +65,9 @@ pub(super) async fn open(
     let Some(stream) = settings.stream.clone() else {
         return Err(NotOpened::NextKind(format!("{kind} needs a GPU (--device)")));
     };
-    let units_back = combine_dtype(joined)?.bytes().div_ceil(stream.rows.bytes());
-    let (max_rows, row_bytes) =
-        (settings.max_tokens_per_stage as usize, stream.hidden_size * stream.rows.bytes());
-    let limits = StepLimits {
-        num_slots: settings.max_stages as usize,
-        max_rows: max_rows * units_back,
-        row_bytes,
-        patience: stream.patience,
-    };
+    let shape = HopShape::new(stream.hidden_size, stream.rows.bytes(), combine_dtype(joined)?.bytes());
+    let max_rows = settings.max_tokens_per_stage as usize;
+    let limits = shape.limits(settings.max_stages as usize, max_rows, stream.patience);
     let device = stream.device.clone();
     let landing = match kind {
         LinkKind::CudaIpc => {
@@ -89,7 +84,7 @@ pub(super) async fn open(
         kind: wire_kind(kind).into(),
         credits: settings.max_stages,
         max_rows: settings.max_tokens_per_stage,
-        cuda_ipc: landing.as_ref().map(|(_, offer)| to_wire(offer)),
+        cuda_ipc: landing.as_ref().map(|(_, offer)| ipc_wire::to_wire(offer)),
         patience_ms: u32::try_from(stream.patience.as_millis()).unwrap_or(u32::MAX),
     };
     let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
@@ -108,7 +103,7 @@ pub(super) async fn open(
     let device = stream.device;
     let channel: Box<dyn StepChannel> = match (landing, grant.cuda_ipc, grant.nccl) {
         (Some((landing, _)), Some(buffer), _) => {
-            let offer = from_wire(&buffer)?;
+            let offer = ipc_wire::from_wire(&buffer).map_err(|wrong| refused(wrong.to_string()))?;
             Box::new(beside(move || DeviceChannel::connect(landing, &offer)).await?)
         }
         (None, _, Some(ids)) => {
@@ -118,7 +113,7 @@ pub(super) async fn open(
         }
         _ => return Err(refused(format!("the answer does not say how to open {kind}")).into()),
     };
-    Ok(StreamLink { kind, epoch, max_rows, row_bytes, units_back, channel })
+    Ok(StreamLink { kind, epoch, max_rows, shape, channel })
 }
 
 /// Runs a call that blocks.
@@ -137,27 +132,4 @@ fn refused(what: String) -> SessionError {
 
 fn unique_id(bytes: &[u8]) -> Result<UniqueId, SessionError> {
     bytes.try_into().map(UniqueId).map_err(|_| refused(format!("an NCCL id of {} bytes", bytes.len())))
-}
-
-fn to_wire(offer: &Offer) -> v1::CudaIpcBuffer {
-    let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
-    v1::CudaIpcBuffer {
-        handle: offer.handle.to_vec(),
-        nonce: offer.nonce.to_vec(),
-        num_slots: number(offer.num_slots),
-        max_rows: number(offer.max_rows),
-        row_bytes: number(offer.row_bytes),
-    }
-}
-
-fn from_wire(buffer: &v1::CudaIpcBuffer) -> Result<Offer, SessionError> {
-    let handle = buffer.handle.as_slice().try_into();
-    let nonce = buffer.nonce.as_slice().try_into();
-    Ok(Offer {
-        handle: handle.map_err(|_| refused(format!("a handle of {} bytes", buffer.handle.len())))?,
-        nonce: nonce.map_err(|_| refused(format!("a nonce of {} bytes", buffer.nonce.len())))?,
-        num_slots: buffer.num_slots as usize,
-        max_rows: buffer.max_rows as usize,
-        row_bytes: buffer.row_bytes as usize,
-    })
 }

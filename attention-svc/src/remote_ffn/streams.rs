@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use afd_common::ids::{HopKey, LayerIdx, StepId};
+use afd_common::ids::{HopKey, LayerIdx, StageIdx, StepId};
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::steps_request::Message;
@@ -18,8 +18,9 @@ use super::edges::Edges;
 use super::hop_table::EdgeId;
 use super::stats::FfnStats;
 use super::stream_edge::StreamEdge;
+use super::stream_times::{Point, StreamTimes, Way};
 use crate::device::{HopRows, StepRun, Summand};
-use crate::engine::FfnLoss;
+use crate::engine::{DeviceTimes, FfnLoss};
 
 /// Added to what waits may take in all, for what runs between them.
 const SLACK: Duration = Duration::from_secs(5);
@@ -46,6 +47,12 @@ pub(super) struct Streams {
     generation: u64,
     /// The step under way, eager.
     step: Option<Step>,
+    /// Of the step under way, when its times are wanted.
+    timing: Option<StreamTimes>,
+    /// Of the last step, if they were.
+    times: Option<DeviceTimes>,
+    /// Of the step under way.
+    step_id: StepId,
 }
 
 struct Step {
@@ -57,7 +64,16 @@ struct Step {
 
 impl Streams {
     pub(super) fn new(place: StreamPlace, rank: u32) -> Self {
-        Self { place, edges: Edges::new(rank), chosen: Vec::new(), generation: 0, step: None }
+        Self {
+            place,
+            edges: Edges::new(rank),
+            chosen: Vec::new(),
+            generation: 0,
+            step: None,
+            timing: None,
+            times: None,
+            step_id: StepId(0),
+        }
     }
 
     // ---- edges come and go
@@ -142,6 +158,11 @@ impl Streams {
         stats: &FfnStats,
         now: Instant,
     ) -> Result<(), FfnLoss> {
+        (self.timing, self.times, self.step_id) = (None, None, StepId(plan.step_id));
+        if plan.profile {
+            let begun = StreamTimes::begin(&self.place.stream);
+            self.timing = Some(begun.map_err(|error| FfnLoss::Fatal { what: error.to_string() })?);
+        }
         let deaf = self.used().find(|edge| edge.control.plans.try_send(Message::Plan(plan.clone())).is_err());
         let Some((id, peer)) = deaf.map(|edge| (edge.id, edge.peer.to_string())) else { return Ok(()) };
         let what = "its control stream takes no plan";
@@ -160,8 +181,13 @@ impl Streams {
         self.step.is_some()
     }
 
-    /// The eager step is over. One that was given up midway has left the other side waiting: the links are of no more use.
+    /// The step is over. An eager one that was given up midway has left the other side waiting: the links are of no more use.
     pub(super) fn end_step(&mut self, stats: &FfnStats, now: Instant) {
+        if let Some(timing) = self.timing.take() {
+            let read = timing.read(&self.place.device);
+            self.times =
+                read.inspect_err(|error| tracing::warn!(%error, "a step's times cannot be had")).ok();
+        }
         let Some(step) = self.step.take() else { return };
         if step.combined < step.num_stages * usize::from(self.place.num_layers) {
             for id in self.chosen.clone() {
@@ -220,13 +246,22 @@ impl Streams {
         let sum = sum.ok_or_else(|| fatal("no shard has an edge".into()))?;
         let sum = sum.f_to_kind(kind).map_err(torch)?;
         if hop.layer.0 + 1 == self.place.num_layers {
-            self.settle(stats, now)?;
+            self.settle(&stream)?;
+            self.arrive(stats, now)?;
         }
         Ok(sum)
     }
 
+    /// Enqueues what is to be known of the last waits.
+    pub(super) fn settle(&mut self, stream: &Stream) -> Result<(), FfnLoss> {
+        for edge in self.used_mut() {
+            edge.link.channel.settle(stream).map_err(|error| not_enqueued(edge, &error))?;
+        }
+        Ok(())
+    }
+
     /// Waits until the stream is here, and checks.
-    fn settle(&mut self, stats: &FfnStats, now: Instant) -> Result<(), FfnLoss> {
+    fn arrive(&mut self, stats: &FfnStats, now: Instant) -> Result<(), FfnLoss> {
         // Only one wait of a step is ever waited out: the others end with it.
         let mark = self.place.stream.mark(false);
         let settled = mark.and_then(|mark| mark.wait(2 * self.place.patience + SLACK));
@@ -234,6 +269,11 @@ impl Streams {
             return Err(FfnLoss::Fatal { what: format!("the step does not end: {error}") });
         }
         self.check(stats, now)
+    }
+
+    /// When the device was where in the last step, if that was wanted.
+    pub(super) fn times(&self) -> Option<&DeviceTimes> {
+        self.times.as_ref()
     }
 
     /// Whether everything that has run so far got what it waited for.
@@ -255,15 +295,20 @@ impl Streams {
         rows: &Region,
         real_rows: Option<&Region>,
     ) -> Result<(), FfnLoss> {
+        let key = HopKey { step: self.step_id, layer, stage: StageIdx(stage as u8) };
+        let mut timing = self.timing.take();
         for edge in self.used_mut() {
             let (frame, _) = edge.link.frames(layer, stage, num_rows);
+            mark(&mut timing, stream, Point::PutBegins, key, edge, num_rows)?;
             let put = edge.link.channel.put(stream, frame, rows, real_rows);
             put.map_err(|error| not_enqueued(edge, &error))?;
-            let bytes = (num_rows * edge.link.row_bytes) as u64;
+            mark(&mut timing, stream, Point::PutEnds, key, edge, num_rows)?;
+            let bytes = (num_rows * edge.link.shape.row_bytes) as u64;
             if let Some(stats) = &edge.stats {
-                stats.handle_step((1, bytes), (1, bytes * edge.link.units_back as u64));
+                stats.handle_step((1, bytes), (1, bytes * edge.link.shape.units_back as u64));
             }
         }
+        self.timing = timing;
         Ok(())
     }
 
@@ -275,13 +320,21 @@ impl Streams {
         stage: usize,
         num_rows: usize,
     ) -> Result<Vec<Region>, FfnLoss> {
-        self.used_mut()
+        let key = HopKey { step: self.step_id, layer, stage: StageIdx(stage as u8) };
+        let mut timing = self.timing.take();
+        let landed = self
+            .used_mut()
             .map(|edge| {
                 let (_, frame) = edge.link.frames(layer, stage, num_rows);
+                mark(&mut timing, stream, Point::WaitBegins, key, edge, num_rows)?;
                 let landed = edge.link.channel.wait(stream, frame);
-                landed.map(|landed| landed.rows).map_err(|error| not_enqueued(edge, &error))
+                let landed = landed.map_err(|error| not_enqueued(edge, &error))?;
+                mark(&mut timing, stream, Point::WaitEnds, key, edge, num_rows)?;
+                Ok(landed.rows)
             })
-            .collect()
+            .collect();
+        self.timing = timing;
+        landed
     }
 
     // ---- whole decode steps
@@ -312,6 +365,21 @@ impl Streams {
     }
 }
 
+/// Notes where the stream is, if the step's times are wanted.
+fn mark(
+    timing: &mut Option<StreamTimes>,
+    stream: &Stream,
+    point: Point,
+    key: HopKey,
+    edge: &StreamEdge,
+    num_rows: usize,
+) -> Result<(), FfnLoss> {
+    let Some(timing) = timing else { return Ok(()) };
+    let (link, epoch) = (edge.link.kind, edge.link.epoch);
+    let way = Way { key, shard: edge.shard.index(), rows: num_rows as u32, link, epoch };
+    timing.mark(stream, point, way).map_err(|error| FfnLoss::Fatal { what: error.to_string() })
+}
+
 /// Plans of whole decode steps.
 pub(super) fn decode_plan(step: StepId, padded_rows: &[usize], run: StepRun) -> v1::StepPlan {
     v1::StepPlan {
@@ -321,6 +389,7 @@ pub(super) fn decode_plan(step: StepId, padded_rows: &[usize], run: StepRun) -> 
         warmup: run == StepRun::Warmup,
         graph_capture: run == StepRun::Capture,
         graph_replay: run == StepRun::Replay,
+        profile: run == StepRun::Profiled,
         ..v1::StepPlan::default()
     }
 }

@@ -20,6 +20,8 @@ mod truncate;
 
 use std::collections::{HashMap, HashSet};
 
+use afd_gpu::ops::DrawRule;
+
 pub use self::draw::Draw;
 pub use self::logprobs::logprobs;
 use self::truncate::Candidate;
@@ -77,9 +79,18 @@ impl SequenceSampler {
         self.num_output
     }
 
-    /// Whether the token with the largest logit is chosen whatever the others are.
-    pub fn takes_best(&self) -> bool {
-        self.params.temperature == 0.0 && !adjust::adjusts(self)
+    /// By which rule a device, where the logits are, comes to the token that [`sample`](Self::sample) would. `None` where
+    /// logits have to be changed first.
+    pub fn rule(&self) -> Option<DrawRule> {
+        let SamplingParams { temperature, top_k, top_p, min_p, .. } = self.params;
+        if adjust::adjusts(self) {
+            return None;
+        }
+        if temperature == 0.0 {
+            return Some(DrawRule::Best);
+        }
+        let uniform = draw::uniform(self.seed, self.num_output);
+        Some(DrawRule::Draw { scale: 1.0 / temperature, top_k: top_k.unwrap_or(0), top_p, min_p, uniform })
     }
 
     /// `token` became part of the output.

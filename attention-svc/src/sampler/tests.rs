@@ -1,4 +1,6 @@
 //! The sampler against plain references that sort everything.
+use afd_gpu::reference;
+use half::bf16;
 use proptest::prelude::*;
 
 use super::truncate::{Candidate, truncate};
@@ -45,6 +47,25 @@ fn penalties_and_bias() {
     assert_eq!(greedy(presence, &[], &[2, 2], &row), 2, "once, however often");
     let bias = SamplingParams { logit_bias: vec![(3, 5.0), (77, 100.0)], ..default() };
     assert_eq!(greedy(bias, &[], &[], &row), 3);
+}
+
+#[test]
+fn what_only_the_host_can_do_has_no_rule() {
+    let default = SamplingParams::default;
+    let changed = [
+        SamplingParams { repetition_penalty: 1.1, ..default() },
+        SamplingParams { presence_penalty: 0.5, ..default() },
+        SamplingParams { logit_bias: vec![(1, 1.0)], ..default() },
+    ];
+    for params in changed {
+        let mut sequence = sampler(params.clone(), &[3]);
+        sequence.commit(3);
+        assert_eq!(sequence.rule(), None, "{params:?}");
+    }
+    let waits = SequenceSampler::new(default(), stop(1, vec![2]), &[], 0);
+    assert_eq!(waits.rule(), None, "a stop token is ruled out");
+    assert_eq!(sampler(SamplingParams::greedy(), &[]).rule(), Some(DrawRule::Best));
+    assert!(matches!(sampler(default(), &[]).rule(), Some(DrawRule::Draw { scale: 1.0, top_k: 0, .. })));
 }
 
 #[test]
@@ -185,6 +206,30 @@ proptest! {
         let below: f64 = allowed.iter().filter(|id| **id < sampled.token).map(weight).sum::<f64>() / total;
         prop_assert!((below - draw.below).abs() < 1e-3);
         prop_assert!((below + weight(&sampled.token) / total - draw.upto).abs() < 1e-3);
+    }
+
+    #[test]
+    fn a_devices_rule_comes_to_the_same_token(
+        // In steps of 1/8, so that many are equal.
+        steps in prop::collection::vec(-60i8..60, 8..400),
+        seed: u64,
+        temperature in 0.3f32..3.0,
+        top_k in prop::option::of(1u32..450),
+        top_p in prop_oneof![Just(1.0f32), 0.05f32..1.0],
+        min_p in prop_oneof![Just(0.0f32), 0.0f32..0.5],
+    ) {
+        let params = SamplingParams { seed: Some(seed), temperature, top_k, top_p, min_p, ..SamplingParams::default() };
+        let sampler = sampler(params, &[]);
+        let row: Vec<bf16> = steps.iter().map(|step| bf16::from_f32(f32::from(*step) / 8.0)).collect();
+        let wide: Vec<f32> = row.iter().map(|logit| logit.to_f32()).collect();
+        let sampled = sampler.sample(&wide, &mut Scratch::default()).unwrap();
+        let (draw, rule) = (sampled.draw.unwrap(), sampler.rule().unwrap());
+        // What the kernel is checked against on a GPU.
+        let own = reference::interval(&row, rule, sampled.token).unwrap();
+        prop_assert!((own.below - draw.below).abs() < 1e-3 && (own.upto - draw.upto).abs() < 1e-3, "{own:?} {draw:?}");
+        let drawn = reference::sample(&row, rule).unwrap();
+        let is_near = |border: f64| (border - draw.uniform).abs() < 1e-6;
+        prop_assert!(drawn.token == sampled.token || is_near(draw.below) || is_near(draw.upto), "{drawn:?} {sampled:?}");
     }
 
     #[test]

@@ -50,6 +50,12 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
         m.tokens_prefilled.get() as f64
     })?;
     show(Counter, "afd_tokens_generated_total", "Tokens chosen.", |m| m.tokens_generated.get() as f64)?;
+    show(
+        Counter,
+        "afd_tokens_chosen_on_device_total",
+        "Tokens chosen on a GPU, where the logits are.",
+        |m| m.tokens_chosen_on_device.get() as f64,
+    )?;
     show(Counter, "afd_graph_replays_total", "Decode steps that were one graph.", |m| {
         m.graph_replays.get() as f64
     })?;

@@ -228,22 +228,42 @@ KERNEL void channel_wait_packets(u8* slot, u32* sequences, Status* status, Statu
 
 // ---- frames over a transport that orders by itself ----------------------------------------------------------------
 
-// The 16 bytes that go before rows: identity, sequence, rows. One thread.
-KERNEL void channel_stamp(uint4* header, u32* sequence, u32 identity, const int* num_rows, int max_rows) {
-    let_next_start();
-    wait_for_previous();
-    *header = make_uint4(identity, ++*sequence, num_rows ? *num_rows : max_rows, 0);
+// What goes before the rows of a frame, in one message with them.
+struct Header {
+    int rows; // real ones
+    u32 identity, sequence, reserved;
+};
+
+// Whether a frame that was received is the expected one, in status.
+DEVICE void check_header(const Header* header, u32* sequence, Status* status, Status* host, u32 slot_index, u32 identity) {
+    if (failed(status)) return;
+    const Header seen = *header;
+    const u32 expected = ++*sequence;
+    const u64 seen_word = (u64)seen.identity << 32 | seen.sequence, expected_word = (u64)identity << 32 | expected;
+    if (seen.identity != identity) fail(status, host, FOREIGN, slot_index, seen_word, expected_word);
+    else if (seen.sequence != expected) fail(status, host, AHEAD, slot_index, seen_word, expected_word);
 }
 
-// Checks them where they arrived. One thread.
-KERNEL void channel_check(const uint4* header, u32* sequence, Status* status, Status* host, u32 slot_index, u32 identity, int* rows) {
+// Puts a frame together: header, and behind it `units` times 16 bytes of rows (0 when they go by themselves). On its way it
+// checks the frame that was received last through the slot, `seen`, if there is one that was not checked yet: the peer
+// does not write there before it has this one. Any grid.
+KERNEL void channel_stage(const uint4* rows, Header* header, u32* sequence, u32 identity, const int* num_rows, int max_rows,
+                          int units, const Header* seen, u32* seen_sequence, Status* status, Status* host, u32 slot_index,
+                          u32 seen_identity) {
     let_next_start();
     wait_for_previous();
-    if (failed(status)) return;
-    const uint4 seen = *header;
-    const u32 expected = ++*sequence;
-    const u64 seen_word = (u64)seen.x << 32 | seen.y, expected_word = (u64)identity << 32 | expected;
-    if (seen.x != identity) fail(status, host, FOREIGN, slot_index, seen_word, expected_word);
-    else if (seen.y != expected) fail(status, host, AHEAD, slot_index, seen_word, expected_word);
-    else *rows = seen.z;
+    uint4* target = (uint4*)(header + 1);
+    const int stride = gridDim.x * blockDim.x;
+#pragma unroll 4
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < units; i += stride) target[i] = rows[i];
+    if (blockIdx.x || threadIdx.x) return;
+    if (seen) check_header(seen, seen_sequence, status, host, slot_index, seen_identity);
+    *header = {num_rows ? *num_rows : max_rows, identity, ++*sequence, 0};
+}
+
+// Checks a frame that nothing is put behind. One thread.
+KERNEL void channel_check(const Header* seen, u32* sequence, Status* status, Status* host, u32 slot_index, u32 identity) {
+    let_next_start();
+    wait_for_previous();
+    check_header(seen, sequence, status, host, slot_index, identity);
 }

@@ -12,6 +12,7 @@
 //! Every unsafe block says which rule it relies on and who keeps it.
 // Kernels take raw addresses: their operations are the safe face, and check lengths against shapes first.
 
+mod anchor;
 pub mod channel;
 mod device;
 mod error;
@@ -25,6 +26,7 @@ pub mod random;
 pub mod reference;
 mod staging;
 
+pub use anchor::Anchor;
 pub use device::{Completion, Device, Stream};
 pub use error::GpuError;
 pub use graph::Graph;

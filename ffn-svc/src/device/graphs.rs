@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     fn reason(graphs: &mut Graphs, graph: GraphUse, fits: Result<(), &'static str>) -> &'static str {
-        let plan = PlannedStep { step: StepId(1), stage_rows: vec![8, 8], phase: 2, graph };
+        let plan = PlannedStep { step: StepId(1), stage_rows: vec![8, 8], phase: 2, graph, profile: false };
         match graphs.choose(&plan, fits) {
             Choice::Replay(_) => "replay",
             Choice::Capture => "capture",

@@ -7,7 +7,7 @@
 //!
 //! On a hop's path this stands where [`crate::model`] does on the CPU. In reading order: `stack` (how a layer is cut and
 //! loaded), `eager`, `kernels`; then [`DeviceStage`], the engine's view of it all, with `channels` (links that a stream
-//! drives) and `graphs` (their steps, captured). Nothing here knows sessions.
+//! drives), `graphs` (their steps, captured) and `marks` (their times, when asked for). Nothing here knows sessions.
 use std::sync::Arc;
 
 use afd_common::config::model::ModelConfig;
@@ -22,6 +22,7 @@ mod channels;
 mod eager;
 mod graphs;
 mod kernels;
+mod marks;
 mod stack;
 mod stage;
 #[cfg(test)]

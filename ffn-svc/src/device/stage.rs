@@ -8,12 +8,13 @@ use std::time::Duration;
 use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, LayerIdx, StepId};
 use afd_ffi::cuda::{self, StreamGuard};
-use afd_gpu::channel::{Form, Frame, StepChannel, StepError};
+use afd_gpu::channel::{Form, Frame, HopShape, StepChannel, StepError};
 use afd_gpu::{Completion, Device, Graph, Region, Stream};
 use tch::{Kind, Tensor};
 
-use super::channels::{self, RowShape};
+use super::channels;
 use super::graphs::{Choice, Graphs};
+use super::marks::Marks;
 use super::{DeviceFfn, DeviceModel};
 use crate::engine::{
     LayerInputs, OpenStream, OpenStreamError, OwnEnd, PlannedStep, StageModel, StageSpec, StepEnd, StepMode,
@@ -47,7 +48,7 @@ struct Link {
     graphs: Graphs,
     channel: Box<dyn StepChannel>,
     epoch: Epoch,
-    shape: RowShape,
+    shape: HopShape,
 }
 
 struct Begun {
@@ -55,6 +56,8 @@ struct Begun {
     step: StepId,
     stage_rows: Vec<u32>,
     end: Completion,
+    /// When its times are wanted.
+    marks: Option<Marks>,
 }
 
 impl DeviceStage {
@@ -84,10 +87,10 @@ impl DeviceStage {
         &self.bench.model
     }
 
-    fn row_shape(&self) -> RowShape {
+    fn hop_shape(&self) -> HopShape {
         let model = &self.bench.model;
-        let (row_in, row_out) = (model.kind().elt_size_in_bytes(), model.out_kind().elt_size_in_bytes());
-        RowShape { row_bytes: model.hidden_size() * row_in, units_back: row_out.div_ceil(row_in) }
+        let (kind_in, kind_out) = (model.kind(), model.out_kind());
+        HopShape::new(model.hidden_size(), kind_in.elt_size_in_bytes(), kind_out.elt_size_in_bytes())
     }
 }
 
@@ -154,14 +157,20 @@ impl Bench {
     }
 
     /// Enqueues a whole step: for every layer and stage a wait, the FFN, a put.
-    fn enqueue_step(&mut self, link: &mut Link, stage_rows: &[u32]) -> Result<(), StepError> {
+    fn enqueue_step(
+        &mut self,
+        link: &mut Link,
+        stage_rows: &[u32],
+        mut marks: Option<&mut Marks>,
+    ) -> Result<(), StepError> {
         for layer in 0..self.model.specs().len() as u16 {
             for (stage, &rows) in stage_rows.iter().enumerate() {
-                let frames = link.shape.frames(link.epoch, layer, stage, rows as usize);
-                self.enqueue_hop(link.channel.as_mut(), LayerIdx(layer), rows as usize, frames)?;
+                let frames = link.shape.frames(link.epoch.0, layer, stage, rows as usize);
+                let marks = marks.as_deref_mut();
+                self.enqueue_hop(link.channel.as_mut(), LayerIdx(layer), rows as usize, frames, marks)?;
             }
         }
-        Ok(())
+        link.channel.settle(&self.stream)
     }
 
     fn enqueue_hop(
@@ -170,9 +179,13 @@ impl Bench {
         layer: LayerIdx,
         rows: usize,
         (dispatch, combine): (Frame, Frame),
+        marks: Option<&mut Marks>,
     ) -> Result<(), StepError> {
         let (device, stream) = (&self.device, &self.stream);
+        let mut marks = marks;
+        let mut mark = || marks.as_deref_mut().map_or(Ok(()), |marks| marks.set(stream));
         let landed = channel.wait(stream, dispatch)?;
+        mark()?;
         let kernels = self.model.kernels().ok().filter(|_| rows <= DeviceFfn::MAX_ROWS);
         if let Some(kernels) = kernels {
             let num_rows = Some(&landed.num_rows);
@@ -180,11 +193,15 @@ impl Bench {
             return match direct {
                 Some(direct) => {
                     kernels.enqueue(stream, layer, rows, &landed.rows, num_rows, &direct)?;
-                    channel.put_written(stream, combine, None)
+                    mark()?;
+                    channel.put_written(stream, combine, None)?;
+                    Ok(mark()?)
                 }
                 None => {
                     kernels.enqueue(stream, layer, rows, &landed.rows, num_rows, &self.out)?;
-                    channel.put(stream, combine, &self.out, None)
+                    mark()?;
+                    channel.put(stream, combine, &self.out, None)?;
+                    Ok(mark()?)
                 }
             };
         }
@@ -198,7 +215,9 @@ impl Bench {
         region(&x)?.copy_from(stream, &landed.rows)?;
         let sum = self.model.forward(layer, &x, &Side::None).map_err(|error| failed(error.to_string()))?;
         let sum = sum.f_contiguous().map_err(torch)?;
-        channel.put(stream, combine, &region(&sum)?, None)
+        mark()?;
+        channel.put(stream, combine, &region(&sum)?, None)?;
+        Ok(mark()?)
     }
 
     /// Whether the kernels can run the whole step.
@@ -223,7 +242,7 @@ impl StepRunner for DeviceStage {
             let what = "layers of this model take side tensors, which only host-driven links carry (--link)";
             return Err(OpenStreamError::NotShared(what.into()));
         }
-        let (shape, epoch) = (self.row_shape(), request.epoch);
+        let (shape, epoch) = (self.hop_shape(), request.epoch);
         let channel = channels::open(&self.bench.device, &self.bench.stream, request, shape, grant)?;
         self.links.push(Link { id, graphs: Graphs::default(), channel, epoch, shape });
         Ok(())
@@ -235,18 +254,24 @@ impl StepRunner for DeviceStage {
         let text = |error: StepError| error.to_string();
         link.channel.check().map_err(text)?;
         let fits = bench.fits(&plan.stage_rows);
-        let mode = match link.graphs.choose(plan, fits) {
+        let mut marks = plan.profile.then(Marks::default);
+        let choice = match &marks {
+            // A graph's launch has one beginning and one end.
+            Some(_) => Choice::Eager("profiled"),
+            None => link.graphs.choose(plan, fits),
+        };
+        let mode = match choice {
             Choice::Replay(graph) => {
                 graph.launch().map_err(|error| error.to_string())?;
                 StepMode::Replayed
             }
             Choice::Eager(why) => {
-                bench.enqueue_step(link, &plan.stage_rows).map_err(text)?;
+                bench.enqueue_step(link, &plan.stage_rows, marks.as_mut()).map_err(text)?;
                 StepMode::Eager(why)
             }
             Choice::Capture => {
                 let stream = Arc::clone(&bench.stream);
-                let graph = Graph::capture(&stream, || bench.enqueue_step(link, &plan.stage_rows));
+                let graph = Graph::capture(&stream, || bench.enqueue_step(link, &plan.stage_rows, None));
                 let graph = link.graphs.keep(plan, graph.map_err(text)?);
                 graph.launch().map_err(|error| error.to_string())?;
                 StepMode::Captured
@@ -254,7 +279,7 @@ impl StepRunner for DeviceStage {
         };
         let end = bench.stream.mark(false).map_err(|error| error.to_string())?;
         let (link, step, stage_rows) = (link.id, plan.step, plan.stage_rows.clone());
-        begun.push_back(Begun { link, step, stage_rows, end });
+        begun.push_back(Begun { link, step, stage_rows, end, marks });
         Ok(mode)
     }
 
@@ -265,10 +290,15 @@ impl StepRunner for DeviceStage {
             Ok(true) => None,
             Err(error) => Some(error.to_string()),
         };
-        let Begun { link, step, stage_rows, .. } = self.begun.pop_front()?;
+        let Begun { link, step, stage_rows, marks, .. } = self.begun.pop_front()?;
         let channel = self.links.iter().find(|known| known.id == link).map(|known| &known.channel);
         let broken = channel.and_then(|channel| channel.check().err()).map(|error| error.to_string());
-        Some(StepEnd { link, step, stage_rows, failure: failed.or(broken) })
+        let read = |marks: &Marks| marks.read(&self.bench.device);
+        let hops = marks.as_ref().map(read).transpose().unwrap_or_else(|error| {
+            tracing::warn!(%error, step = step.0, "the times of a step cannot be had");
+            None
+        });
+        Some(StepEnd { link, step, stage_rows, hops: hops.unwrap_or_default(), failure: failed.or(broken) })
     }
 
     fn num_begun(&self) -> usize {

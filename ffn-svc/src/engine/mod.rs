@@ -37,7 +37,7 @@ pub use hop_error::HopError;
 pub use metrics::EngineMetrics;
 pub use stage_model::{LayerInputs, StageModel, StageSpec};
 pub use stream_links::{
-    GraphUse, IpcBuffer, OpenStream, OpenStreamError, OwnEnd, PeerEnd, PlannedStep, StepEnd, StepMode,
+    GraphUse, HopMoments, OpenStream, OpenStreamError, OwnEnd, PeerEnd, PlannedStep, StepEnd, StepMode,
     StepRunner, StreamLinkId, StreamOwner,
 };
 

@@ -1,6 +1,7 @@
 //! The engine's part in steps of links that a stream drives: it opens the links, hands plans to the model's
 //! [`StepRunner`](super::StepRunner), and accounts for steps that are over. All hops of such a step are given the times of
-//! the step: the host does not see one from the other, nor how long the device waited.
+//! the step, because the host does not see one from the other, nor how long the device waited; of a profiled step the
+//! device itself says when it was where.
 use std::collections::VecDeque;
 
 use afd_common::ids::{HopKey, LayerIdx, StageIdx};
@@ -109,6 +110,7 @@ impl<M: StageModel> Worker<M> {
                         stage_rows: end.stage_rows.clone(),
                         phase: 0,
                         graph: super::GraphUse::None,
+                        profile: false,
                     };
                     self.lose_stream(at, &plan, why);
                 }
@@ -124,9 +126,15 @@ impl<M: StageModel> Worker<M> {
         let begun = source.begun.iter().position(|(step, _)| *step == end.step);
         let started_us = begun.and_then(|at| source.begun.remove(at)).map_or(finished_us, |(_, us)| us);
         let (mut hops, mut rows) = (0, 0);
+        let clock = &self.clock;
+        let mut moments = end.hops.iter();
         for layer in (0..num_layers).map(LayerIdx) {
             for (stage, &stage_rows) in end.stage_rows.iter().enumerate() {
                 (hops, rows) = (hops + 1, rows + u64::from(stage_rows));
+                let own =
+                    moments.next().map(|hop| [hop.arrived, hop.computed, hop.sent].map(|at| clock.us(at)));
+                let [started_us, finished_us, sent_us] =
+                    own.unwrap_or([started_us, finished_us, finished_us]);
                 source.owner.accounts.handle_served(&HopTimes {
                     key: HopKey { step: end.step, layer, stage: StageIdx(stage as u8) },
                     rows: stage_rows,
@@ -136,7 +144,7 @@ impl<M: StageModel> Worker<M> {
                     arrived_us: started_us,
                     started_us,
                     finished_us,
-                    sent_us: finished_us,
+                    sent_us,
                 });
             }
         }

@@ -3,10 +3,11 @@
 //! [`StepRunner`]: the model on its device. Steps run in the order of their plans, all links' on one stream.
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_common::ids::{Epoch, StepId};
 use afd_common::link::{LinkKind, LinkStats};
+use afd_gpu::channel::Offer;
 use tokio::sync::oneshot;
 
 use super::{SessionTag, StepAccounts};
@@ -36,7 +37,7 @@ pub struct OpenStream {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PeerEnd {
     /// Memory to be mapped.
-    CudaIpc(IpcBuffer),
+    CudaIpc(Offer),
     /// It waits for ids.
     Nccl,
 }
@@ -51,26 +52,11 @@ impl PeerEnd {
     }
 }
 
-/// As `CudaIpcBuffer` of the protocol, sizes checked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct IpcBuffer {
-    /// A CUDA IPC memory handle.
-    pub handle: [u8; 64],
-    /// What is found behind it.
-    pub nonce: [u8; 16],
-    /// Slots.
-    pub num_slots: usize,
-    /// Rows of a frame.
-    pub max_rows: usize,
-    /// Bytes of a row.
-    pub row_bytes: usize,
-}
-
 /// This end, for the peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OwnEnd {
     /// Memory to be mapped; the link is up.
-    CudaIpc(IpcBuffer),
+    CudaIpc(Offer),
     /// What both join: towards the FFN, towards attention.
     Nccl([[u8; 128]; 2]),
 }
@@ -106,6 +92,8 @@ pub struct PlannedStep {
     pub phase: i32,
     /// How to run it.
     pub graph: GraphUse,
+    /// Whether the times of its hops are wanted.
+    pub profile: bool,
 }
 
 /// What the peer does with its own graph.
@@ -150,8 +138,21 @@ pub struct StepEnd {
     pub step: StepId,
     /// Rows of its stages.
     pub stage_rows: Vec<u32>,
+    /// Of every hop, layer by layer and stage by stage, where that was wanted.
+    pub hops: Vec<HopMoments>,
     /// Why it failed: the link is of no more use.
     pub failure: Option<String>,
+}
+
+/// When the device came to the parts of a hop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HopMoments {
+    /// Its rows were there.
+    pub arrived: Instant,
+    /// Its result was there.
+    pub computed: Instant,
+    /// It was sent.
+    pub sent: Instant,
 }
 
 /// What runs whole steps on a device. It lives on the engine's thread.

@@ -102,7 +102,13 @@ impl Clock {
     }
 
     pub(super) fn now_us(&self) -> u64 {
-        self.started_us + self.started.elapsed().as_micros() as u64
+        self.us(Instant::now())
+    }
+
+    /// A moment of this process.
+    pub(super) fn us(&self, moment: Instant) -> u64 {
+        let since = moment.saturating_duration_since(self.started);
+        self.started_us + since.as_micros() as u64
     }
 }
 

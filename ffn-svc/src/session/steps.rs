@@ -212,6 +212,7 @@ fn as_step(plan: &v1::StepPlan) -> PlannedStep {
             (_, true) => GraphUse::Replay,
             _ => GraphUse::None,
         },
+        profile: plan.profile,
     }
 }
 

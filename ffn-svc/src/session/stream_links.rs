@@ -6,10 +6,11 @@ use std::time::Duration;
 use afd_common::proto::v1;
 use tonic::{Code, Status};
 
+use super::ipc_wire::{self, WrongLength};
 use super::links::{check_sizes, invalid, not_agreed};
 use super::sessions::{Session, Sessions};
 use super::status::detailed;
-use crate::engine::{IpcBuffer, OpenStream, OpenStreamError, OwnEnd, PeerEnd, StreamOwner};
+use crate::engine::{OpenStream, OpenStreamError, OwnEnd, PeerEnd, StreamOwner};
 
 /// Longest that a wait may be asked to wait.
 const MAX_PATIENCE_MS: u32 = 600_000;
@@ -39,7 +40,9 @@ impl Sessions {
             return Err(invalid("links.patience_ms", what));
         }
         let peer = match (kind, &link.cuda_ipc) {
-            (v1::LinkKind::CudaIpc, Some(buffer)) => PeerEnd::CudaIpc(checked(buffer)?),
+            (v1::LinkKind::CudaIpc, Some(buffer)) => {
+                PeerEnd::CudaIpc(ipc_wire::from_wire(buffer).map_err(|wrong| wrong_length(&wrong))?)
+            }
             (v1::LinkKind::CudaIpc, None) => return Err(invalid("links.cuda_ipc", "missing".into())),
             _ => PeerEnd::Nccl,
         };
@@ -75,7 +78,7 @@ impl Sessions {
             ..v1::LinkGrant::default()
         };
         Ok(match own {
-            OwnEnd::CudaIpc(buffer) => v1::LinkGrant { cuda_ipc: Some(to_wire(&buffer)), ..grant },
+            OwnEnd::CudaIpc(offer) => v1::LinkGrant { cuda_ipc: Some(ipc_wire::to_wire(&offer)), ..grant },
             OwnEnd::Nccl([to_ffn, to_attention]) => {
                 let ids = v1::NcclIds { to_ffn: to_ffn.to_vec(), to_attention: to_attention.to_vec() };
                 v1::LinkGrant { nccl: Some(ids), ..grant }
@@ -84,31 +87,8 @@ impl Sessions {
     }
 }
 
-/// Sizes are compared with our own when the memory is opened; here they only have to be numbers of this machine.
-fn checked(buffer: &v1::CudaIpcBuffer) -> Result<IpcBuffer, Status> {
-    let wrong = |field: &str, bytes: &[u8], expected: usize| {
-        invalid(field, format!("{} bytes; expected {expected}", bytes.len()))
-    };
-    let handle = buffer.handle.as_slice().try_into();
-    let nonce = buffer.nonce.as_slice().try_into();
-    Ok(IpcBuffer {
-        handle: handle.map_err(|_| wrong("links.cuda_ipc.handle", &buffer.handle, 64))?,
-        nonce: nonce.map_err(|_| wrong("links.cuda_ipc.nonce", &buffer.nonce, 16))?,
-        num_slots: buffer.num_slots as usize,
-        max_rows: buffer.max_rows as usize,
-        row_bytes: buffer.row_bytes as usize,
-    })
-}
-
-fn to_wire(buffer: &IpcBuffer) -> v1::CudaIpcBuffer {
-    let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
-    v1::CudaIpcBuffer {
-        handle: buffer.handle.to_vec(),
-        nonce: buffer.nonce.to_vec(),
-        num_slots: number(buffer.num_slots),
-        max_rows: number(buffer.max_rows),
-        row_bytes: number(buffer.row_bytes),
-    }
+fn wrong_length(&WrongLength { field, found, expected }: &WrongLength) -> Status {
+    invalid(&format!("links.cuda_ipc.{field}"), format!("{found} bytes; expected {expected}"))
 }
 
 fn refused(error: &OpenStreamError) -> Status {

@@ -155,6 +155,7 @@ impl End<'_> {
     /// Waits for everything enqueued, and says what did not compare equal.
     fn verdict(&mut self) -> Outcome {
         let patience = self.channel.limits().patience;
+        self.channel.settle(&self.bench.stream).map_err(text)?;
         self.bench.stream.mark(false).and_then(|mark| mark.wait(patience * 3)).map_err(text)?;
         self.channel.check().map_err(text)?;
         for (index, what) in self.compared.drain(..).enumerate() {
@@ -259,7 +260,7 @@ fn replayed(end: &mut End<'_>) -> Outcome {
                 };
                 end.exchange(frame, &from, Some(&num), keep).map_err(StepError::Lost)?;
             }
-            Ok(())
+            end.channel.settle(stream)
         })
         .map_err(text)?;
         stream.synchronize().map_err(text)?;
@@ -341,6 +342,7 @@ fn foreign(end: &mut End<'_>) -> Outcome {
         return end.verdict();
     }
     end.channel.wait(stream, Frame { identity: identity(4, false), ..sent }).map_err(text)?;
+    end.channel.settle(stream).map_err(text)?;
     let patience = end.channel.limits().patience;
     stream.mark(false).and_then(|mark| mark.wait(patience * 3)).map_err(text)?;
     let first = end.channel.check();

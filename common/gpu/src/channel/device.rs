@@ -2,11 +2,10 @@
 //! host, over NVLink) or as it is (both ends on one device, for tests and the monolithic mode).
 //!
 //! What `kill -9` of one end does to the other is written in `deploy/bench/results/`.
+use crate::channel::state::{BLOCKS, State};
 use crate::channel::{Form, Frame, Landed, MAX_PACKETS_BYTES, StepChannel, StepError, StepLimits};
-use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
+use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
 
-/// Blocks of a put, each with its own flag, as in `channel.cu`.
-const BLOCKS: usize = 16;
 const ROWS_AT: usize = 256;
 /// In the first slot: what proves that a mapping is of the right memory.
 const NONCE_AT: usize = 384;
@@ -64,15 +63,10 @@ impl Landing {
 
 /// See the module's head.
 pub struct DeviceChannel {
-    limits: StepLimits,
+    state: State,
     kernels: Kernels,
     landing: Region,
     peer: Region,
-    /// `[slots, BLOCKS]` of what this end has put, and of what it has waited for.
-    sent: Region,
-    received: Region,
-    status: Region,
-    host_status: HostWords,
     /// For [`StepChannel::abort`]: the compute stream may be waiting.
     aside: Stream,
     open_early: bool,
@@ -130,16 +124,11 @@ impl DeviceChannel {
             wait_packets: module.kernel("channel_wait_packets", 0)?,
             abort: module.kernel("channel_abort", 0)?,
         };
-        let sequences = || Region::zeroed(&device, limits.num_slots * BLOCKS * 4);
         Ok(Self {
-            limits,
+            state: State::new(&device, limits)?,
             kernels,
             landing: memory,
             peer,
-            sent: sequences()?,
-            received: sequences()?,
-            status: Region::zeroed(&device, 32)?,
-            host_status: HostWords::new(&device, 8)?,
             aside: device.stream()?,
             open_early: false,
         })
@@ -153,18 +142,14 @@ impl DeviceChannel {
     }
 
     fn slot(&self, memory: &Region, slot: usize) -> Result<Region, GpuError> {
-        let bytes = slot_bytes(&self.limits);
+        let bytes = slot_bytes(&self.state.limits);
         memory.part(slot * bytes..(slot + 1) * bytes)
-    }
-
-    fn sequences(&self, of: &Region, slot: usize) -> Result<Region, GpuError> {
-        of.part(slot * BLOCKS * 4..(slot + 1) * BLOCKS * 4)
     }
 }
 
 impl StepChannel for DeviceChannel {
     fn limits(&self) -> &StepLimits {
-        &self.limits
+        &self.state.limits
     }
 
     fn put(
@@ -174,53 +159,50 @@ impl StepChannel for DeviceChannel {
         rows: &Region,
         num_rows: Option<&Region>,
     ) -> Result<(), StepError> {
-        self.limits.check_frame(&frame, Some(rows))?;
-        let (slot, sequences) = (self.slot(&self.peer, frame.slot)?, self.sequences(&self.sent, frame.slot)?);
-        let bytes = frame.rows * self.limits.row_bytes;
+        self.state.limits.check_frame(&frame, Some(rows))?;
+        let (slot, sequences) = (self.slot(&self.peer, frame.slot)?, self.state.sent(frame.slot)?);
+        let bytes = frame.rows * self.state.limits.row_bytes;
         let (kernel, threads) = match frame.form {
             Form::Rows => (&self.kernels.put, threads_for(bytes / 16)),
             Form::Packets => (&self.kernels.put_packets, threads_for(bytes / 8)),
         };
         let launch = Launch::new(kernel, (BLOCKS as u32, 1), threads).overlap(true).opens_late();
-        let launch = launch.region(rows).region(&slot).region(&sequences).region(&self.status);
+        let launch = launch.region(rows).region(&slot).region(&sequences).region(self.state.status());
         let launch = launch.u32(frame.identity.word()).maybe(num_rows).size(frame.rows)?;
         let launch = match frame.form {
-            Form::Rows => launch.size(self.limits.row_bytes / 16)?,
-            Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.limits))?,
+            Form::Rows => launch.size(self.state.limits.row_bytes / 16)?,
+            Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.state.limits))?,
         };
         // SAFETY: channel_put's or channel_put_packets' arguments; the frame fits the limits, and so do both slots.
         Ok(unsafe { launch.enqueue(stream) }?)
     }
 
     fn wait(&mut self, stream: &Stream, frame: Frame) -> Result<Landed, StepError> {
-        self.limits.check_frame(&frame, None)?;
-        let (slot, sequences) =
-            (self.slot(&self.landing, frame.slot)?, self.sequences(&self.received, frame.slot)?);
-        let bytes = frame.rows * self.limits.row_bytes;
+        self.state.limits.check_frame(&frame, None)?;
+        let (slot, sequences) = (self.slot(&self.landing, frame.slot)?, self.state.received(frame.slot)?);
+        let bytes = frame.rows * self.state.limits.row_bytes;
         let (kernel, blocks, threads) = match frame.form {
             Form::Rows => (&self.kernels.wait, 1, 32),
             Form::Packets => (&self.kernels.wait_packets, BLOCKS as u32, threads_for(bytes / 8)),
         };
         // Behind a put it may start at once: the put let it only when everything before had ended.
         let launch = Launch::new(kernel, (blocks, 1), threads).overlap(stream.opens_late());
-        let launch =
-            launch.region(&slot).region(&sequences).region(&self.status).u64(self.host_status.address());
+        let launch = self.state.report(launch.region(&slot).region(&sequences));
         let launch = launch.size(frame.slot)?.u32(frame.identity.word());
-        let launch = launch.u64(u64::try_from(self.limits.patience.as_nanos()).unwrap_or(u64::MAX));
+        let launch = launch.u64(u64::try_from(self.state.limits.patience.as_nanos()).unwrap_or(u64::MAX));
         let launch = match frame.form {
             Form::Rows => launch,
-            Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.limits))?,
+            Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.state.limits))?,
         };
         let launch = launch.u32(u32::from(self.open_early));
-        // SAFETY: channel_wait's or channel_wait_packets' arguments; the frame fits the limits and so does the slot;
-        // the host's words live as long as the channel, which waits for its device when it is dropped.
+        // SAFETY: channel_wait's or channel_wait_packets' arguments; the frame fits the limits and so does the slot.
         unsafe { launch.enqueue(stream) }?;
         Ok(Landed { rows: slot.part(DATA_AT..DATA_AT + bytes)?, num_rows: slot.part(ROWS_AT..ROWS_AT + 4)? })
     }
 
     fn direct(&self, slot: usize) -> Option<Region> {
-        let bytes = self.limits.max_rows * self.limits.row_bytes;
-        (slot < self.limits.num_slots).then_some(())?;
+        let bytes = self.state.limits.max_rows * self.state.limits.row_bytes;
+        (slot < self.state.limits.num_slots).then_some(())?;
         self.slot(&self.peer, slot).and_then(|s| s.part(DATA_AT..DATA_AT + bytes)).ok()
     }
 
@@ -230,42 +212,27 @@ impl StepChannel for DeviceChannel {
         frame: Frame,
         num_rows: Option<&Region>,
     ) -> Result<(), StepError> {
-        self.limits.check_frame(&frame, None)?;
+        self.state.limits.check_frame(&frame, None)?;
         if frame.form != Form::Rows {
             return Err(StepError::BadFrame("rows written by kernels cannot travel as packets".to_owned()));
         }
-        let (slot, sequences) = (self.slot(&self.peer, frame.slot)?, self.sequences(&self.sent, frame.slot)?);
+        let (slot, sequences) = (self.slot(&self.peer, frame.slot)?, self.state.sent(frame.slot)?);
         let launch = Launch::new(&self.kernels.flag, (1, 1), 32).overlap(true).opens_late();
-        let launch = launch.region(&slot).region(&sequences).region(&self.status);
+        let launch = launch.region(&slot).region(&sequences).region(self.state.status());
         let launch = launch.u32(frame.identity.word()).maybe(num_rows).size(frame.rows)?;
         // SAFETY: channel_flag's arguments; the frame fits the limits and so does the slot.
         Ok(unsafe { launch.enqueue(stream) }?)
     }
 
     fn check(&self) -> Result<(), StepError> {
-        read_status(&self.host_status, &self.limits)
+        self.state.check()
     }
 
     fn abort(&self) {
-        let launch = Launch::new(&self.kernels.abort, (1, 1), 1).region(&self.status);
-        let launch = launch.u64(self.host_status.address());
-        // SAFETY: channel_abort's arguments; the host's words live as long as the channel.
+        let launch = self.state.report(Launch::new(&self.kernels.abort, (1, 1), 1));
+        // SAFETY: channel_abort's arguments.
         // A device that refuses this has no wait left that could be ended.
         let _ = unsafe { launch.enqueue(&self.aside) };
-    }
-}
-
-/// What the kernels' `Status` says.
-pub(super) fn read_status(status: &HostWords, limits: &StepLimits) -> Result<(), StepError> {
-    let word = |i| status.get(i).unwrap_or_default();
-    let long = |i| u64::from(word(i)) | u64::from(word(i + 1)) << 32;
-    let (slot, seen, expected) = (word(1), long(2), long(4));
-    match word(0) {
-        0 => Ok(()),
-        1 => Err(StepError::Late { slot, patience: limits.patience, seen, expected }),
-        2 => Err(StepError::Foreign { slot, seen, expected }),
-        4 => Err(StepError::Aborted),
-        _ => Err(StepError::Ahead { slot, seen, expected }),
     }
 }
 

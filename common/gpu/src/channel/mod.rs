@@ -11,9 +11,12 @@ use crate::{GpuError, Region, Stream};
 pub mod contract;
 mod device;
 mod nccl;
+mod shape;
+mod state;
 
 pub use device::{DeviceChannel, Landing, Offer};
 pub use nccl::NcclChannel;
+pub use shape::HopShape;
 
 /// One end of a channel: what it puts arrives at the other end, and the other way round.
 ///
@@ -71,7 +74,16 @@ pub trait StepChannel: Send {
         num_rows: Option<&Region>,
     ) -> Result<(), StepError>;
 
-    /// Whether every wait so far that has run got what it waited for. Cheap: it reads host memory.
+    /// Enqueues what [`check`](Self::check) needs to know of waits that no put followed in their slots. At the end of
+    /// whatever is enqueued or captured as one: a step.
+    ///
+    /// # Errors
+    /// [`StepError::Gpu`].
+    fn settle(&mut self, _stream: &Stream) -> Result<(), StepError> {
+        Ok(())
+    }
+
+    /// Whether every wait so far that has run and was settled got what it waited for. Cheap: it reads host memory.
     ///
     /// # Errors
     /// The first thing that went wrong, for ever.

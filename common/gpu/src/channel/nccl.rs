@@ -1,33 +1,43 @@
 //! A channel by NCCL: one communicator of two ranks for each direction, so that neither direction waits for the other.
 //! Works over several hosts by NCCL's own choice of network.
 //!
-//! NCCL orders and delivers by itself, but knows no identities: sixteen bytes that a kernel stamps go with every frame,
-//! and a kernel checks them behind the receive. A peer that is lost inside a captured graph is not survived in the
-//! process: the process restarts.
+//! NCCL orders and delivers by itself, but knows no identities: sixteen bytes go before the rows of every frame. What a hop
+//! costs beyond NCCL's own calls is counted in kernels, so there is one for each frame: it puts header and rows together,
+//! for one message, and looks at the header that was received before. A peer that is lost inside a captured graph is not
+//! survived in the process: the process restarts.
 use std::time::Duration;
 
-use crate::channel::device::read_status;
+use crate::channel::state::State;
 use crate::channel::{Frame, Landed, StepChannel, StepError, StepLimits};
 use crate::nccl::{Communicator, NcclError, UniqueId};
-use crate::{Device, HostWords, Kernel, Launch, Module, Region, Source, Stream};
+use crate::{Device, Kernel, Launch, Module, Region, Source, Stream};
 
 /// See the module's head.
 pub struct NcclChannel {
-    limits: StepLimits,
+    state: State,
     // Rank 0 of a direction is its sender.
     outgoing: Communicator,
     incoming: Communicator,
-    stamp: Kernel,
+    stage: Kernel,
     check: Kernel,
-    /// Of each slot: the header put, the header received, both sequence numbers, the number of rows.
-    headers: Region,
+    /// Slots of frames that are put together here.
+    staging: Region,
+    /// Slots of frames that arrive.
     landing: Region,
-    status: Region,
-    host_status: HostWords,
+    /// Of each slot the frame that was waited for and not checked yet, by its identity.
+    unchecked: Vec<Option<u32>>,
 }
 
-/// Bytes of a slot in `headers`.
-const HEADER_STRIDE: usize = 256;
+/// Before the rows of a slot: so much that these are aligned as memory itself is.
+const ROWS_AT: usize = 256;
+/// Right before the rows.
+const HEADER_BYTES: usize = 16;
+/// Frames beyond that travel as they are, behind their header: there a copy costs more than a second message.
+const MAX_STAGED_BYTES: usize = 2 << 20;
+/// Of the kernel that puts frames together: most threads of a block, units of 16 bytes for each, most blocks.
+const THREADS: usize = 512;
+const UNITS_EACH: usize = 4;
+const MAX_BLOCKS: usize = 64;
 
 impl From<NcclError> for StepError {
     fn from(error: NcclError) -> Self {
@@ -56,16 +66,16 @@ impl NcclChannel {
         let to_first = Communicator::join(device, ids[1], 1 - rank, 2, deadline)?;
         let (outgoing, incoming) = if first { (from_first, to_first) } else { (to_first, from_first) };
         let module = Module::load(device, Source::Channel, &[])?;
+        let slots = |row_bytes| Region::zeroed(device, limits.num_slots * (ROWS_AT + row_bytes));
         let channel = Self {
-            limits,
+            state: State::new(device, limits)?,
             outgoing,
             incoming,
-            stamp: module.kernel("channel_stamp", 0)?,
+            stage: module.kernel("channel_stage", 0)?,
             check: module.kernel("channel_check", 0)?,
-            headers: Region::zeroed(device, limits.num_slots * HEADER_STRIDE)?,
-            landing: Region::zeroed(device, limits.num_slots * limits.max_rows * limits.row_bytes)?,
-            status: Region::zeroed(device, 32)?,
-            host_status: HostWords::new(device, 8)?,
+            staging: slots(staged_bytes(&limits))?,
+            landing: slots(landing_bytes(&limits))?,
+            unchecked: vec![None; limits.num_slots],
         };
         let probe = Region::zeroed(device, 64)?;
         // A first send ends when the peer receives: one direction after the other, the same at both ends.
@@ -82,15 +92,40 @@ impl NcclChannel {
         Ok(channel)
     }
 
-    fn header(&self, slot: usize, at: usize, bytes: usize) -> Result<Region, StepError> {
-        let base = slot * HEADER_STRIDE + at;
-        Ok(self.headers.part(base..base + bytes)?)
+    /// Header and `bytes` of rows of a slot.
+    fn frame(memory: &Region, slot: usize, slot_bytes: usize, bytes: usize) -> Result<Region, StepError> {
+        let rows_at = slot * (ROWS_AT + slot_bytes) + ROWS_AT;
+        Ok(memory.part(rows_at - HEADER_BYTES..rows_at + bytes)?)
     }
+
+    fn landed(&self, slot: usize, bytes: usize) -> Result<Region, StepError> {
+        Self::frame(&self.landing, slot, landing_bytes(&self.state.limits), bytes)
+    }
+
+    /// Enqueues the check of what was received through a slot, if that was not done yet.
+    fn check_slot(&mut self, stream: &Stream, slot: usize) -> Result<(), StepError> {
+        let Some(identity) = self.unchecked[slot].take() else { return Ok(()) };
+        let (header, sequence) = (self.landed(slot, 0)?, self.state.received(slot)?);
+        let launch = Launch::new(&self.check, (1, 1), 1).region(&header).region(&sequence);
+        let launch = self.state.report(launch).size(slot)?.u32(identity);
+        // SAFETY: channel_check's arguments.
+        Ok(unsafe { launch.enqueue(stream) }?)
+    }
+}
+
+/// Rows that a slot of the staging memory has room for, bytes.
+fn staged_bytes(limits: &StepLimits) -> usize {
+    (limits.max_rows * limits.row_bytes).min(MAX_STAGED_BYTES).next_multiple_of(ROWS_AT)
+}
+
+/// The same of the landing memory: any frame.
+fn landing_bytes(limits: &StepLimits) -> usize {
+    (limits.max_rows * limits.row_bytes).next_multiple_of(ROWS_AT)
 }
 
 impl StepChannel for NcclChannel {
     fn limits(&self) -> &StepLimits {
-        &self.limits
+        &self.state.limits
     }
 
     fn put(
@@ -100,39 +135,51 @@ impl StepChannel for NcclChannel {
         rows: &Region,
         num_rows: Option<&Region>,
     ) -> Result<(), StepError> {
-        self.limits.check_frame(&frame, Some(rows))?;
-        let (header, sequence) = (self.header(frame.slot, 0, 16)?, self.header(frame.slot, 64, 4)?);
-        let launch = Launch::new(&self.stamp, (1, 1), 1).region(&header).region(&sequence);
-        let launch = launch.u32(frame.identity.word()).maybe(num_rows).size(frame.rows)?;
-        // SAFETY: channel_stamp's arguments, all inside the slot's header.
+        self.state.limits.check_frame(&frame, Some(rows))?;
+        let (slot, bytes) = (frame.slot, frame.rows * self.state.limits.row_bytes);
+        let is_staged = bytes <= MAX_STAGED_BYTES;
+        let units = if is_staged { bytes / 16 } else { 0 };
+        let message = Self::frame(&self.staging, slot, staged_bytes(&self.state.limits), units * 16)?;
+        let (sequence, seen_sequence) = (self.state.sent(slot)?, self.state.received(slot)?);
+        let seen = self.unchecked[slot].take();
+        let landed = self.landed(slot, 0)?;
+        let threads = units.next_multiple_of(32).clamp(32, THREADS);
+        let blocks = units.div_ceil(threads * UNITS_EACH).clamp(1, MAX_BLOCKS) as u32;
+        let launch = Launch::new(&self.stage, (blocks, 1), threads as u32).overlap(true);
+        let launch = launch.region(rows).region(&message).region(&sequence).u32(frame.identity.word());
+        let launch = launch.maybe(num_rows).size(frame.rows)?.size(units)?;
+        let launch = self.state.report(launch.maybe(seen.map(|_| &landed)).region(&seen_sequence));
+        let launch = launch.size(slot)?.u32(seen.unwrap_or_default());
+        // SAFETY: channel_stage's arguments: the message has room for the units, which the rows have.
         unsafe { launch.enqueue(stream) }?;
-        let bytes = frame.rows * self.limits.row_bytes;
         let rows = rows.part(0..bytes)?;
         self.outgoing.group(|| {
-            self.outgoing.send(stream, &header, 1)?;
-            if bytes > 0 { self.outgoing.send(stream, &rows, 1) } else { Ok(()) }
+            self.outgoing.send(stream, &message, 1)?;
+            if is_staged { Ok(()) } else { self.outgoing.send(stream, &rows, 1) }
         })?;
         Ok(())
     }
 
     fn wait(&mut self, stream: &Stream, frame: Frame) -> Result<Landed, StepError> {
-        self.limits.check_frame(&frame, None)?;
-        let (header, sequence) = (self.header(frame.slot, 128, 16)?, self.header(frame.slot, 192, 4)?);
-        let num_rows = self.header(frame.slot, 208, 4)?;
-        let begin = frame.slot * self.limits.max_rows * self.limits.row_bytes;
-        let rows = self.landing.part(begin..begin + frame.rows * self.limits.row_bytes)?;
+        self.state.limits.check_frame(&frame, None)?;
+        self.check_slot(stream, frame.slot)?;
+        let bytes = frame.rows * self.state.limits.row_bytes;
+        let message = self.landed(frame.slot, bytes)?;
+        let (header, rows) =
+            (message.part(0..HEADER_BYTES)?, message.part(HEADER_BYTES..HEADER_BYTES + bytes)?);
         self.incoming.group(|| {
+            if bytes <= MAX_STAGED_BYTES {
+                return self.incoming.receive(stream, &message, 0);
+            }
             self.incoming.receive(stream, &header, 0)?;
-            if rows.is_empty() { Ok(()) } else { self.incoming.receive(stream, &rows, 0) }
+            self.incoming.receive(stream, &rows, 0)
         })?;
-        let launch =
-            Launch::new(&self.check, (1, 1), 1).region(&header).region(&sequence).region(&self.status);
-        let launch = launch.u64(self.host_status.address()).size(frame.slot)?.u32(frame.identity.word());
-        let launch = launch.region(&num_rows);
-        // SAFETY: channel_check's arguments; the host's words live as long as the channel, which waits for its device
-        // when it is dropped.
-        unsafe { launch.enqueue(stream) }?;
-        Ok(Landed { rows, num_rows })
+        self.unchecked[frame.slot] = Some(frame.identity.word());
+        Ok(Landed { rows, num_rows: header.part(0..4)? })
+    }
+
+    fn settle(&mut self, stream: &Stream) -> Result<(), StepError> {
+        (0..self.state.limits.num_slots).try_for_each(|slot| self.check_slot(stream, slot))
     }
 
     fn direct(&self, _slot: usize) -> Option<Region> {
@@ -149,7 +196,7 @@ impl StepChannel for NcclChannel {
     }
 
     fn check(&self) -> Result<(), StepError> {
-        read_status(&self.host_status, &self.limits)?;
+        self.state.check()?;
         self.outgoing.check()?;
         self.incoming.check()?;
         Ok(())

@@ -1,5 +1,5 @@
 //! The contract suite between two processes on two GPUs.
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_gpu::Device;
 use afd_gpu::channel::StepLimits;
@@ -12,9 +12,12 @@ pub(crate) fn run(device: &Device) -> Result<String> {
     let mut text = String::new();
     let mut failed = false;
     for kind in ["cuda-ipc", "nccl"] {
+        let begin = Instant::now();
         let outcome = Peer::start(&format!("contract {kind}"))
             .and_then(|mut peer| play(device, Side::Attention, kind, &mut peer.wire));
         failed |= outcome.is_err();
+        // At once: what comes behind may outlast the machine's patience.
+        eprintln!("{kind}: {outcome:?} after {:.1} s", begin.elapsed().as_secs_f64());
         text += &match outcome {
             Ok(()) => format!("contract of step channels, {kind}: kept\n"),
             Err(e) => format!("contract of step channels, {kind}: {e}\n"),
@@ -29,7 +32,9 @@ pub(crate) fn play(device: &Device, side: Side, kind: &str, wire: &mut Wire) -> 
     let bench = Bench::new(device)?;
     let abilities = Abilities { notices_silence: kind == "cuda-ipc" };
     let mut ends = Opener { device, side, kind, limits, wire };
+    let begin = Instant::now();
     let used = contract::run(&bench, side, abilities, &mut ends)?;
+    eprintln!("{kind}, {side:?}: every scenario kept after {:.1} s", begin.elapsed().as_secs_f64());
     wire.meet()?;
     drop(used);
     wire.meet()

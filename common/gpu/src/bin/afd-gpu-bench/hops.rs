@@ -235,7 +235,7 @@ impl Bench<'_> {
                     send(channel, frame(layer, true))?;
                 }
             }
-            Ok(())
+            channel.settle(stream)
         })?;
         let time = self.time(&mut graph, wire)?;
         channel.check()?;

@@ -1,6 +1,7 @@
 //! What `kill -9` of one process does to the other's CUDA context over cuda-ipc: during puts into the dead one's memory,
 //! during a wait for it, during replays. Every wait has a bail-out, and afterwards the survivor tries everything that it
 //! would need to go on.
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use afd_gpu::channel::contract::Side;
@@ -20,11 +21,17 @@ fn frame(layer: u16, combine: bool) -> Frame {
     Frame { slot: 0, identity, rows: ROWS, form: Form::Rows }
 }
 
+fn large_frame() -> Frame {
+    Frame { rows: LIMITS.max_rows, ..frame(0, false) }
+}
+
 pub(crate) fn run() -> Result<String> {
     let device = Device::open(0)?;
-    let mut text = String::from("kill -9 of the peer, cuda-ipc: what the survivor sees\n");
-    for case in ["wait", "put", "replay"] {
-        let line = match survive(&device, case) {
+    // Without a second GPU the peer shares this one: the same mappings, but nothing goes over NVLink.
+    let gpu = if Device::count()? > 1 { 1 } else { 0 };
+    let mut text = format!("kill -9 of the peer on GPU {gpu}, cuda-ipc: what the survivor sees\n");
+    for case in ["wait", "put", "copy", "replay"] {
+        let line = match survive(&device, case, gpu) {
             Ok(line) => line,
             Err(e) => format!("ended with {e}"),
         };
@@ -35,8 +42,8 @@ pub(crate) fn run() -> Result<String> {
 }
 
 /// One case, from the survivor's side.
-fn survive(device: &Device, case: &str) -> Result<String> {
-    let mut peer = Peer::start(&format!("loss {case}"))?;
+fn survive(device: &Device, case: &str, gpu: usize) -> Result<String> {
+    let mut peer = Peer::start_on(&format!("loss {case}"), gpu)?;
     let stream = device.stream()?;
     let mut channel = open(device, Side::Attention, LIMITS, &mut peer.wire)?;
     let rows = Region::zeroed(device, ROWS * LIMITS.row_bytes)?;
@@ -49,6 +56,7 @@ fn survive(device: &Device, case: &str) -> Result<String> {
         });
     };
     let mut graph = None;
+    let mut in_flight = false;
     if case == "replay" {
         let captured = Graph::capture(&stream, || -> std::result::Result<(), StepError> {
             for layer in 0..27 {
@@ -62,21 +70,37 @@ fn survive(device: &Device, case: &str) -> Result<String> {
     peer.wire.meet()?;
     // Work in flight, then the kill in the middle of it.
     match (case, graph.as_mut()) {
-        ("put", _) => {
-            // More than a second of copies into the peer's memory, whoever reads them: as graphs, because the device is
-            // faster with them than the host is with enqueuing.
+        // Writes into the peer's memory, by our kernel or by the copy engine, whoever reads them: so fast that the host
+        // launches them for as long as they are to run, and another thread kills.
+        ("put" | "copy", _) => {
             let direct = channel.direct(0).ok_or("no direct rows")?;
-            let mut copies = Graph::capture(&stream, || -> std::result::Result<(), StepError> {
-                for _ in 0..1000 {
-                    direct.copy_from(&stream, &large)?;
+            let mut writes = Graph::capture(&stream, || -> std::result::Result<(), StepError> {
+                for _ in 0..100 {
+                    match case {
+                        "put" => channel.put(&stream, large_frame(), &large, None)?,
+                        _ => direct.copy_from(&stream, &large)?,
+                    }
                 }
                 Ok(())
             })?;
-            for _ in 0..500 {
-                copies.launch()?;
-            }
-            graph = Some(copies);
-            channel.put(&stream, frame(0, false), &rows, None)?;
+            let killed = AtomicBool::new(false);
+            std::thread::scope(|scope| -> Result<()> {
+                let killer = scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(300));
+                    let outcome = peer.kill();
+                    killed.store(true, Ordering::Release);
+                    outcome
+                });
+                let mut after = 0;
+                // The queue is full all the time, and for a while after the death.
+                while after < 20 {
+                    after += usize::from(killed.load(Ordering::Acquire));
+                    writes.launch()?;
+                }
+                in_flight = true;
+                killer.join().map_err(|_| "the killer panicked")?
+            })?;
+            graph = Some(writes);
         }
         (_, Some(graph)) => {
             for _ in 0..200 {
@@ -87,9 +111,11 @@ fn survive(device: &Device, case: &str) -> Result<String> {
             channel.wait(&stream, frame(0, true))?;
         }
     }
-    std::thread::sleep(Duration::from_millis(if case == "replay" { 20 } else { 100 }));
-    let in_flight = !stream.mark(false)?.is_done()?;
-    peer.kill()?;
+    if !in_flight {
+        std::thread::sleep(Duration::from_millis(if case == "replay" { 20 } else { 100 }));
+        in_flight = !stream.mark(false)?.is_done()?;
+        peer.kill()?;
+    }
     note(if in_flight { "killed with work in flight" } else { "killed after the work" }, Ok(()));
     note(
         "stream",
@@ -121,7 +147,7 @@ fn survive(device: &Device, case: &str) -> Result<String> {
     note("unmapping", context.map_err(|e| e.to_string()));
     // A replacement, over a new channel.
     let replaced = (|| -> Result<()> {
-        let mut peer = Peer::start("loss echo")?;
+        let mut peer = Peer::start_on("loss echo", gpu)?;
         let mut channel = open(device, Side::Attention, LIMITS, &mut peer.wire)?;
         peer.wire.meet()?;
         for layer in 0..27 {

@@ -59,11 +59,16 @@ impl Peer {
         if count < 2 {
             return Err(format!("skipped: {count} GPUs, 2 needed").into());
         }
+        Self::start_on(part, 1)
+    }
+
+    /// The same on a GPU of one's choice.
+    pub(crate) fn start_on(part: &str, gpu: usize) -> Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = listener.local_addr()?.port();
         let mut child = Command::new(std::env::current_exe()?)
             .args(["peer", &port.to_string()])
-            .env("CUDA_VISIBLE_DEVICES", "1")
+            .env("CUDA_VISIBLE_DEVICES", gpu.to_string())
             .spawn()?;
         listener.set_nonblocking(true)?;
         let begin = Instant::now();
