@@ -191,6 +191,14 @@ def full_size(args, name, *more, layers=None):
     return [*command, "--max-num-batched-tokens", "8192", "--no-prefix-cache", *more]
 
 
+def forced(address, name, prompt, text):
+    """How far each token of `text` (ids, as models without a tokenizer answer) is from the best one, by the prefill path."""
+    chosen = [int(word) for word in text.split()]
+    body = {"model": name, "prompt": prompt + chosen, "max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
+    told = post(address, "/v1/completions", body)["choices"][0]["prompt_logprobs"][len(prompt) :]
+    return [max(one["logprob"] for one in entry.values()) - entry[str(token)]["logprob"] for token, entry in zip(chosen, told)]
+
+
 def judge(address, name, lines, label):
     """What the decode kernels chose, teacher-forced through the prefill path: libtorch's operations throughout."""
     prompts = [[(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(150 + 31 * i)] for i in range(6)]
@@ -204,15 +212,8 @@ def judge(address, name, lines, label):
         thread.start()
     for thread in threads:
         thread.join()
-    worst, judged, gaps = 0.0, 0, []
-    for prompt, text in zip(prompts, texts):
-        chosen = [int(word) for word in text.split()]
-        body = {"model": name, "prompt": prompt + chosen, "max_tokens": 1, "prompt_logprobs": 1, "temperature": 0}
-        told = post(address, "/v1/completions", body)["choices"][0]["prompt_logprobs"][len(prompt) :]
-        for token, entry in zip(chosen, told):
-            best = max(one["logprob"] for one in entry.values())
-            gaps.append(best - entry[str(token)]["logprob"])
-            judged += 1
+    gaps = [gap for prompt, text in zip(prompts, texts) for gap in forced(address, name, prompt, text)]
+    judged = len(gaps)
     worst, mean, best = max(gaps), sum(gaps) / len(gaps), sum(gap == 0 for gap in gaps)
     good = worst <= 1.0 and judged == 48 * len(prompts)
     lines.append(f"{label}: {judged} tokens of 6 sequences, {best} the best, mean gap {mean:.3f}, largest {worst:.3f} (allowed 1.0) {'ok' if good else 'FAILED'}")
