@@ -234,11 +234,8 @@ struct Header {
     u32 identity, sequence, reserved;
 };
 
-// Whether a frame that was received is the expected one, in status.
-DEVICE void check_header(const Header* header, u32* sequence, Status* status, Status* host, u32 slot_index, u32 identity) {
-    if (failed(status)) return;
-    const Header seen = *header;
-    const u32 expected = ++*sequence;
+// Whether a frame that was received is the `expected`th one of its slot, and of the right hop, in status.
+DEVICE void check_header(const Header& seen, u32 expected, Status* status, Status* host, u32 slot_index, u32 identity) {
     const u64 seen_word = (u64)seen.identity << 32 | seen.sequence, expected_word = (u64)identity << 32 | expected;
     if (seen.identity != identity) fail(status, host, FOREIGN, slot_index, seen_word, expected_word);
     else if (seen.sequence != expected) fail(status, host, AHEAD, slot_index, seen_word, expected_word);
@@ -252,18 +249,38 @@ KERNEL void channel_stage(const uint4* rows, Header* header, u32* sequence, u32 
                           u32 seen_identity) {
     let_next_start();
     wait_for_previous();
+    // All that one thread has to know is asked for at once, and before the rows: it is what the kernel waits for.
+    const bool leads = blockIdx.x == 0 && threadIdx.x == 0;
+    int real = max_rows;
+    u32 put = 0, received = 0, broken = 0;
+    Header last = {0, 0, 0, 0};
+    if (leads) {
+        put = *sequence;
+        if (num_rows) real = *num_rows;
+        if (seen) {
+            broken = failed(status);
+            received = *seen_sequence;
+            last = *seen;
+        }
+    }
     uint4* target = (uint4*)(header + 1);
     const int stride = gridDim.x * blockDim.x;
 #pragma unroll 4
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < units; i += stride) target[i] = rows[i];
-    if (blockIdx.x || threadIdx.x) return;
-    if (seen) check_header(seen, seen_sequence, status, host, slot_index, seen_identity);
-    *header = {num_rows ? *num_rows : max_rows, identity, ++*sequence, 0};
+    if (!leads) return;
+    *header = {real, identity, put + 1, 0};
+    *sequence = put + 1;
+    if (seen && !broken) {
+        *seen_sequence = received + 1;
+        check_header(last, received + 1, status, host, slot_index, seen_identity);
+    }
 }
 
 // Checks a frame that nothing is put behind. One thread.
 KERNEL void channel_check(const Header* seen, u32* sequence, Status* status, Status* host, u32 slot_index, u32 identity) {
     let_next_start();
     wait_for_previous();
-    check_header(seen, sequence, status, host, slot_index, identity);
+    if (failed(status)) return;
+    const u32 expected = ++*sequence;
+    check_header(*seen, expected, status, host, slot_index, identity);
 }

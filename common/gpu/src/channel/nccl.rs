@@ -15,9 +15,11 @@ use crate::{Device, Kernel, Launch, Module, Region, Source, Stream};
 /// See the module's head.
 pub struct NcclChannel {
     state: State,
-    // Rank 0 of a direction is its sender.
-    outgoing: Communicator,
-    incoming: Communicator,
+    /// From the end that made the ids, and to it; rank 0 is the sender. Given up in this order at both ends: NCCL ends a
+    /// communicator well only when both of its ranks do.
+    communicators: [Communicator; 2],
+    /// Which of them this end sends by.
+    outgoing: usize,
     stage: Kernel,
     check: Kernel,
     /// Slots of frames that are put together here.
@@ -35,9 +37,9 @@ const HEADER_BYTES: usize = 16;
 /// Frames beyond that travel as they are, behind their header: there a copy costs more than a second message.
 const MAX_STAGED_BYTES: usize = 2 << 20;
 /// Of the kernel that puts frames together: most threads of a block, units of 16 bytes for each, most blocks.
-const THREADS: usize = 512;
-const UNITS_EACH: usize = 4;
-const MAX_BLOCKS: usize = 64;
+const THREADS: usize = 256;
+const UNITS_EACH: usize = 2;
+const MAX_BLOCKS: usize = 128;
 
 impl From<NcclError> for StepError {
     fn from(error: NcclError) -> Self {
@@ -64,13 +66,12 @@ impl NcclChannel {
         let rank = usize::from(!first);
         let from_first = Communicator::join(device, ids[0], rank, 2, deadline)?;
         let to_first = Communicator::join(device, ids[1], 1 - rank, 2, deadline)?;
-        let (outgoing, incoming) = if first { (from_first, to_first) } else { (to_first, from_first) };
         let module = Module::load(device, Source::Channel, &[])?;
         let slots = |row_bytes| Region::zeroed(device, limits.num_slots * (ROWS_AT + row_bytes));
         let channel = Self {
             state: State::new(device, limits)?,
-            outgoing,
-            incoming,
+            communicators: [from_first, to_first],
+            outgoing: rank,
             stage: module.kernel("channel_stage", 0)?,
             check: module.kernel("channel_check", 0)?,
             staging: slots(staged_bytes(&limits))?,
@@ -79,8 +80,9 @@ impl NcclChannel {
         };
         let probe = Region::zeroed(device, 64)?;
         // A first send ends when the peer receives: one direction after the other, the same at both ends.
-        let send = || channel.outgoing.group(|| channel.outgoing.send(stream, &probe.part(0..32)?, 1));
-        let receive = || channel.incoming.group(|| channel.incoming.receive(stream, &probe.part(32..64)?, 0));
+        let (outgoing, incoming) = (channel.outgoing(), channel.incoming());
+        let send = || outgoing.group(|| outgoing.send(stream, &probe.part(0..32)?, 1));
+        let receive = || incoming.group(|| incoming.receive(stream, &probe.part(32..64)?, 0));
         if first {
             send()?;
             receive()?;
@@ -90,6 +92,14 @@ impl NcclChannel {
         }
         stream.mark(false)?.wait(deadline)?;
         Ok(channel)
+    }
+
+    fn outgoing(&self) -> &Communicator {
+        &self.communicators[self.outgoing]
+    }
+
+    fn incoming(&self) -> &Communicator {
+        &self.communicators[1 - self.outgoing]
     }
 
     /// Header and `bytes` of rows of a slot.
@@ -153,9 +163,10 @@ impl StepChannel for NcclChannel {
         // SAFETY: channel_stage's arguments: the message has room for the units, which the rows have.
         unsafe { launch.enqueue(stream) }?;
         let rows = rows.part(0..bytes)?;
-        self.outgoing.group(|| {
-            self.outgoing.send(stream, &message, 1)?;
-            if is_staged { Ok(()) } else { self.outgoing.send(stream, &rows, 1) }
+        let outgoing = self.outgoing();
+        outgoing.group(|| {
+            outgoing.send(stream, &message, 1)?;
+            if is_staged { Ok(()) } else { outgoing.send(stream, &rows, 1) }
         })?;
         Ok(())
     }
@@ -167,12 +178,13 @@ impl StepChannel for NcclChannel {
         let message = self.landed(frame.slot, bytes)?;
         let (header, rows) =
             (message.part(0..HEADER_BYTES)?, message.part(HEADER_BYTES..HEADER_BYTES + bytes)?);
-        self.incoming.group(|| {
+        let incoming = self.incoming();
+        incoming.group(|| {
             if bytes <= MAX_STAGED_BYTES {
-                return self.incoming.receive(stream, &message, 0);
+                return incoming.receive(stream, &message, 0);
             }
-            self.incoming.receive(stream, &header, 0)?;
-            self.incoming.receive(stream, &rows, 0)
+            incoming.receive(stream, &header, 0)?;
+            incoming.receive(stream, &rows, 0)
         })?;
         self.unchecked[frame.slot] = Some(frame.identity.word());
         Ok(Landed { rows, num_rows: header.part(0..4)? })
@@ -197,8 +209,6 @@ impl StepChannel for NcclChannel {
 
     fn check(&self) -> Result<(), StepError> {
         self.state.check()?;
-        self.outgoing.check()?;
-        self.incoming.check()?;
-        Ok(())
+        Ok(self.communicators.iter().try_for_each(Communicator::check)?)
     }
 }
