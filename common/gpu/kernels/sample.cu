@@ -147,12 +147,13 @@ DEVICE Part part_of(const double* sums, const int* equal, const Bound& bound, do
     return {ties_before, ties, upto - own, own, __shfl_sync(~0u, upto, 31)};
 }
 
-// grid rows, THREADS threads, DIGITS * THREADS floats of shared memory. columns is a multiple of 8.
+// grid rows, THREADS threads, DIGITS * THREADS floats of shared memory. columns is a multiple of 8, at most 8 * THREADS *
+// WARPS.
 KERNEL void __launch_bounds__(THREADS, 1)
 sample(const bf16* logits, const Rule* rules, int* tokens, Interval* intervals, int columns) {
     extern __shared__ float own[];
     __shared__ double digit_sums[DIGITS], sums[WARPS];
-    __shared__ int equal[WARPS];
+    __shared__ int equal[WARPS], first_reached, last_of_any;
     let_next_start();
     wait_for_previous();
     const Rule rule = rules[blockIdx.x];
@@ -183,8 +184,8 @@ sample(const bf16* logits, const Rule* rules, int* tokens, Interval* intervals, 
     }
     add_up(row, from, upto, best, rule, bound, sums, equal);
     __syncthreads();
-    if (warp) return;
 
+    // The same in every warp: the part that the target lies in.
     const float at_bound = weight_of(logit_of(bound.key), best, rule.scale);
     const float at_key = at_bound >= rule.min_p ? at_bound : 0.f;
     const Part part = part_of(sums, equal, bound, (double)at_key);
@@ -192,59 +193,69 @@ sample(const bf16* logits, const Rule* rules, int* tokens, Interval* intervals, 
     u32 reached = __ballot_sync(~0u, part.own > 0 && part.before + part.own > target);
     if (!reached) reached = 0x80000000u >> __clz(__ballot_sync(~0u, part.own > 0)); // rounding: the last that has anything
     const int chosen = __ffs(reached) - 1;
-    double before = __shfl_sync(~0u, part.before, chosen);
-    int ties = __shfl_sync(~0u, part.ties_before, chosen);
+    const double before = __shfl_sync(~0u, part.before, chosen);
+    const int ties_before = __shfl_sync(~0u, part.ties_before, chosen);
     const int begin = min(chosen * per_warp, units), end = min(begin + per_warp, units);
+    const bool works = warp * 32 < end - begin;
+    __syncthreads(); // sums and equal are used again
 
-    // The part again, in order: the first token whose interval reaches beyond the target, or else the last of any weight.
-    int last_token = -1;
-    Interval last = {0, 0};
-    for (int first = begin; first < end; first += 32) {
-        const int i = first + lane;
-        uint4 unit = make_uint4(0, 0, 0, 0);
-        if (i < end) unit = row[i];
-        int mine = 0;
+    // Its units, one a thread, in order: first which of those at the bound may be drawn, then where every unit begins.
+    const int i = begin + threadIdx.x;
+    const bool mine = i < end;
+    uint4 unit = make_uint4(0, 0, 0, 0);
+    int rank = 0, here = 0;
+    if (works) {
+        if (mine) {
+            unit = row[i];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) mine += i < end && key_of(half_of(unit, j)) == bound.key;
-        const int ties_upto = warp_scan(mine, lane);
-        int rank = ties + ties_upto - mine;
-        float weights[8];
-        double sum = 0;
+            for (int j = 0; j < 8; ++j) here += key_of(half_of(unit, j)) == bound.key;
+        }
+        const int ties_upto = warp_scan(here, lane);
+        rank = ties_upto - here;
+        if (lane == 31) equal[warp] = ties_upto;
+    }
+    __syncthreads();
+    float weights[8];
+    double sum = 0, sum_upto = 0;
+    if (works) {
+        rank += ties_before;
+        for (int w = 0; w < warp; ++w) rank += equal[w];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const u32 bits = half_of(unit, j), key = key_of(bits);
             float weight = 0.f;
-            if (i < end) {
-                if (key > bound.key) weight = weight_of(f32_of((bf16)bits), best, rule.scale);
-                else if (key == bound.key && rank++ < bound.ties) weight = at_bound;
-                if (weight < rule.min_p) weight = 0.f;
-            }
-            weights[j] = weight;
-            sum += weight;
+            if (mine && key > bound.key) weight = weight_of(f32_of((bf16)bits), best, rule.scale);
+            else if (mine && key == bound.key && rank++ < bound.ties) weight = at_bound;
+            weights[j] = weight < rule.min_p ? 0.f : weight;
+            sum += weights[j];
         }
-        const double sum_upto = warp_scan(sum, lane);
-        const u32 here = __ballot_sync(~0u, sum > 0 && before + sum_upto > target);
-        const bool is_mine = here ? lane == __ffs(here) - 1 : sum > 0;
-        if (is_mine) {
-            double running = before + sum_upto - sum;
+        sum_upto = warp_scan(sum, lane);
+        if (lane == 31) sums[warp] = sum_upto;
+    }
+    if (threadIdx.x == 0) first_reached = last_of_any = -1;
+    __syncthreads();
+    if (!works) return;
+    double start = before;
+    for (int w = 0; w < warp; ++w) start += sums[w];
+    // The lowest id whose interval reaches beyond the target; should rounding leave none, the last of any weight.
+    double running = start + sum_upto - sum;
+    int own_reached = -1, own_last = -1;
+    Interval at_reached = {0, 0}, at_last = {0, 0};
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                if (weights[j] == 0.f || (here && last_token >= i * 8 && last.upto > target)) continue;
-                last_token = i * 8 + j;
-                last = {running, running + weights[j]};
-                running += weights[j];
-            }
-        }
-        before += __shfl_sync(~0u, sum_upto, 31);
-        ties += __shfl_sync(~0u, ties_upto, 31);
-        if (here) {
-            if (lane != __ffs(here) - 1) last_token = -1;
-            break;
-        }
+    for (int j = 0; j < 8; ++j) {
+        if (weights[j] == 0.f || own_reached >= 0) continue;
+        at_last = {running, running + weights[j]};
+        own_last = i * 8 + j;
+        running = at_last.upto;
+        if (running > target) own_reached = own_last, at_reached = at_last;
     }
-    const int winner = __reduce_max_sync(~0u, last_token);
-    if (winner >= 0 && last_token == winner) {
-        tokens[blockIdx.x] = winner;
-        intervals[blockIdx.x] = {last.below / part.total, last.upto / part.total};
-    }
+    // As distance from the end, so that the lowest id is the largest number.
+    if (own_reached >= 0) atomicMax(&first_reached, columns - own_reached);
+    if (own_last >= 0) atomicMax(&last_of_any, own_last);
+    group_sync(1, (end - begin + 31) / 32 * 32);
+    const bool any = first_reached >= 0;
+    if (any ? columns - own_reached != first_reached || own_reached < 0 : own_last < 0 || own_last != last_of_any) return;
+    const Interval found = any ? at_reached : at_last;
+    tokens[blockIdx.x] = any ? own_reached : own_last;
+    intervals[blockIdx.x] = {found.below / part.total, found.upto / part.total};
 }

@@ -5,6 +5,8 @@ use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
 pub const RULE_WORDS: usize = 8;
 /// As in the kernel: a sum of each digit for each thread.
 const THREADS: usize = 1024;
+/// So that each warp's part of a row has a thread for every eight logits.
+const MAX_VOCAB: usize = 8 * THREADS * (THREADS / 32);
 const SHARED_BYTES: usize = 16 * THREADS * 4;
 
 /// How a row's token is chosen.
@@ -63,7 +65,7 @@ impl Sample {
     /// A token becomes -1 when every one is ruled out.
     ///
     /// # Errors
-    /// [`GpuError::TooSmall`]; [`GpuError::Unsupported`] unless `vocab` is a multiple of 8.
+    /// [`GpuError::TooSmall`]; [`GpuError::Unsupported`] unless `vocab` is a multiple of 8 and at most 262144.
     pub fn enqueue(
         &self,
         stream: &Stream,
@@ -73,7 +75,7 @@ impl Sample {
         rows: usize,
         vocab: usize,
     ) -> Result<(), GpuError> {
-        if !vocab.is_multiple_of(8) {
+        if !vocab.is_multiple_of(8) || vocab > MAX_VOCAB {
             return Err(GpuError::unsupported(format!("vocabulary of {vocab}")));
         }
         logits.expect("logits", rows * vocab * 2)?;
