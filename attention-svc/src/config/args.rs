@@ -116,13 +116,13 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", help_heading = "FFN")]
     pub join_token_file: Option<PathBuf>,
     /// Microbatches of a step, so that one's FFN runs while another's attention does: at most 1 to 4; or auto, 1 or 2,
-    /// whichever is measured to be faster [default: auto; 1 on a GPU]
+    /// whichever is measured to be faster [default: auto; on a GPU 1, and 2 for prompts whose FFN is elsewhere]
     #[arg(long, value_name = "N|auto", help_heading = "FFN")]
     pub stages: Option<StageChoice>,
-    /// Steps that only decode are not split below so many tokens [default: 2]
+    /// Steps that only decode are not split below so many tokens [default: 2; never on a GPU without --stages]
     #[arg(long, value_name = "TOKENS", help_heading = "FFN")]
     pub stage_min_decode: Option<usize>,
-    /// Steps that read prompts are not split below so many tokens [default: 12]
+    /// Steps that read prompts are not split below so many tokens [default: 12; 4096 on a GPU without --stages]
     #[arg(long, value_name = "TOKENS", help_heading = "FFN")]
     pub stage_min_prefill: Option<usize>,
 

@@ -397,7 +397,7 @@ impl CapacityConfig {
             max_queue: at_least_1("--max-queue", args.max_queue, 1024)?,
             prefix_cache: !args.no_prefix_cache.unwrap_or(false),
             stages,
-            graphs: graphs(args, max_num_seqs, stages.max_stages)?,
+            graphs: graphs(args, max_num_seqs, stages)?,
             max_body_bytes: at_least_1(
                 "--max-body",
                 Some(usize::try_from(max_body.0).unwrap_or(usize::MAX)),
@@ -410,13 +410,25 @@ impl CapacityConfig {
 
 fn stage_rules(args: &ServeArgs) -> Result<StageRules, OptionError> {
     let on_cpu = args.device.unwrap_or_default() == DeviceChoice::Cpu;
-    // On a GPU every count of stages would be captured: not unless it is asked for.
-    let choice = args.stages.unwrap_or(if on_cpu { StageChoice::Auto } else { StageChoice::Fixed(1) });
+    // On a GPU decode steps are captured, for every count of stages, and have one: two would read every expert twice. Prompts
+    // of a pair have two where the products are long enough that this costs little.
+    let is_apart = args.ffn.as_ref().is_some_and(|target| *target != FfnTarget::Local);
+    let by_default = match (on_cpu, is_apart) {
+        (true, _) => StageChoice::Auto,
+        (false, true) => StageChoice::Fixed(2),
+        (false, false) => StageChoice::Fixed(1),
+    };
+    let choice = args.stages.unwrap_or(by_default);
     let (max_stages, pick) = match choice {
         StageChoice::Auto => (2, StagePick::Measured),
         StageChoice::Fixed(count) => (count, StagePick::Most),
     };
-    let default = StageRules::default();
+    let default = match on_cpu || args.stages.is_some() {
+        true => StageRules::default(),
+        false => {
+            StageRules { min_decode_tokens: usize::MAX, min_prefill_tokens: 4096, ..StageRules::default() }
+        }
+    };
     let at_least_1 = |option, value: Option<usize>, default: usize| match value {
         Some(0) => refuse(option, "is 0; must be at least 1"),
         value => Ok(value.unwrap_or(default)),
@@ -437,7 +449,9 @@ fn stage_rules(args: &ServeArgs) -> Result<StageRules, OptionError> {
     })
 }
 
-fn graphs(args: &ServeArgs, max_num_seqs: usize, max_stages: usize) -> Result<GraphSettings, OptionError> {
+fn graphs(args: &ServeArgs, max_num_seqs: usize, stages: StageRules) -> Result<GraphSettings, OptionError> {
+    // Steps that only decode have a token a sequence.
+    let max_stages = if max_num_seqs < stages.min_decode_tokens { 1 } else { stages.max_stages };
     let max = match args.max_capture_size {
         None => max_num_seqs.min(MAX_CAPTURE_SIZE),
         Some(max @ 1..=MAX_CAPTURE_SIZE) => max,

@@ -4,6 +4,7 @@ use clap::Parser;
 
 use super::*;
 use crate::cli::{Cli, Command};
+use crate::scheduler::Phase;
 
 fn parse(args: &[&str]) -> Result<ServeConfig, String> {
     let all = ["attention-svc", "serve"].iter().chain(args);
@@ -28,6 +29,22 @@ fn little_must_be_said() {
     assert_eq!(with(&["--max-num-batched-tokens", "32"]).unwrap().capacity.max_num_seqs, 32);
     assert!(!config.address.access.gate.is_closed() && config.ffn.tls.is_none());
     assert!(with(&["--listen", "0.0.0.0:1", "--insecure"]).is_ok());
+}
+
+#[test]
+fn on_a_gpu_prompts_of_a_pair_have_two_stages_and_decode_steps_one() {
+    let stages = |args: &[&str]| {
+        let capacity = parse(&[&["--model", ".", "--device", "cuda:0"], args].concat()).unwrap().capacity;
+        let of = |phase, tokens| capacity.stages.splittable(phase, 100, tokens);
+        (
+            [of(Phase::Decode, 100), of(Phase::Prefill, 1000), of(Phase::Prefill, 8192)],
+            capacity.graphs.max_stages,
+        )
+    };
+    assert_eq!(stages(&["--ffn", "f0:7000"]), ([1, 1, 2], 1));
+    assert_eq!(stages(&["--ffn", "local"]), ([1, 1, 1], 1));
+    assert_eq!(stages(&["--ffn", "f0:7000", "--stages", "2"]), ([2, 2, 2], 2));
+    assert_eq!(stages(&["--ffn", "f0:7000", "--stages", "1"]), ([1, 1, 1], 1));
 }
 
 #[test]

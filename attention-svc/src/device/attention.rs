@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use afd_gpu::ops::{
-    Blas, Gemm, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaShape, MlaStep, MlaWrite, NormRows,
-    RowPlaces, Rows, Sample, WeightOrder,
+    Ahead, Blas, FewProducts, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep,
+    MlaWrite, NormRows, Product, RowPlaces, Rows, Sample,
 };
 use afd_gpu::{Device, GpuError, Region, Staging, Stream};
 
@@ -22,11 +22,15 @@ use crate::model::{AttentionShape, KernelAttention, KernelLayer, KernelModel, Ke
 /// Epsilon of the norm of the latent, whatever the model's own is.
 const LATENT_NORM_EPS: f32 = 1e-6;
 
+/// Up to so many rows, memory is idle often enough for weights to be fetched ahead on a device that does all by itself.
+const FEW_ROWS: usize = 16;
+
 /// What all stages share.
 pub(super) struct Kernels {
     rows: Rows,
     sample: Sample,
     blas: Blas,
+    few: FewProducts,
 }
 
 /// One stage: its inputs, its rows on their way, and its products by padded rows.
@@ -63,16 +67,17 @@ enum Attend {
 
 /// Matrix products for some padded rows.
 struct Products {
-    projection: Gemm,
+    projection: Product,
     /// W_UK and W_UV, head by head.
-    absorb: Option<(Gemm, Gemm)>,
-    out: Gemm,
-    head: Gemm,
+    absorb: Option<(Product, Product)>,
+    out: Product,
+    head: Product,
 }
 
 impl Kernels {
     pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
-        Ok(Self { rows: Rows::new(device)?, sample: Sample::new(device)?, blas: Blas::new(device)? })
+        let (rows, sample) = (Rows::new(device)?, Sample::new(device)?);
+        Ok(Self { rows, sample, blas: Blas::new(device)?, few: FewProducts::new(device)? })
     }
 }
 
@@ -148,21 +153,19 @@ impl StageRows {
         if self.products.contains_key(&padded) {
             return Ok(());
         }
-        let mut products = Products::new(&kernels.blas, &model.shape, padded)?;
+        let mut products = Products::new(kernels, &model.shape, padded)?;
         let each = |weight: fn(&KernelLayer) -> &Region| model.layers.iter().map(weight).collect::<Vec<_>>();
         products.projection.tune(stream, &self.x, &each(|layer| &layer.projection), &self.projected)?;
         products.out.tune(stream, &self.attended, &each(|layer| &layer.out), &self.delta)?;
         products.head.tune(stream, &self.x, &[&model.head], &self.logits)?;
-        if let (Some((keys, values)), AttentionShape::Mla { nope, .. }) =
-            (&mut products.absorb, model.shape.attention)
-        {
+        if let Some((keys, values)) = &mut products.absorb {
             let up = |layer: &KernelLayer| match &layer.attention {
                 KernelAttention::Mla { up, .. } => Some(up.clone()),
                 KernelAttention::Gqa { .. } => None,
             };
             let ups: Vec<Region> = model.layers.iter().filter_map(up).collect();
             keys.tune(stream, &self.projected, &ups.iter().collect::<Vec<_>>(), &self.query)?;
-            let behind = |up: &Region| of_values(up, &model.shape, nope);
+            let behind = |up: &Region| of_values(up, &model.shape);
             let ups: Vec<Region> = ups.iter().map(behind).collect::<Result<_, _>>()?;
             values.tune(stream, &self.latents, &ups.iter().collect::<Vec<_>>(), &self.attended)?;
         }
@@ -188,7 +191,8 @@ impl StageRows {
         kernels.rows.embed_norm(stream, &self.inputs.ids, table, &norm)
     }
 
-    /// Enqueues a layer's attention and the norm behind it; gives what goes to the FFN.
+    /// Enqueues a layer's attention and the norm behind it; gives what goes to the FFN. `ffn_reads` is what the FFN will read
+    /// on this device; where it reads nothing here, the next layer's weights are fetched while it runs.
     pub(super) fn attend(
         &self,
         kernels: &Kernels,
@@ -196,10 +200,16 @@ impl StageRows {
         model: &KernelModel,
         index: usize,
         padded: usize,
+        ffn_reads: Option<&Region>,
     ) -> Result<&Region, GpuError> {
         let products = self.products(padded)?;
         let shape = &model.shape;
         let layer = &model.layers[index];
+        let (now, later) = match ffn_reads {
+            Some(reads) if padded <= FEW_ROWS => (layer.behind_the_write(Some(reads)), Ahead::default()),
+            Some(_) => (Ahead::default(), Ahead::default()),
+            None => (Ahead::default(), model.layers[(index + 1) % model.layers.len()].all()),
+        };
         products.projection.enqueue(stream, &self.x, &layer.projection, &self.projected)?;
         let places = RowPlaces {
             positions: &self.inputs.positions,
@@ -217,7 +227,7 @@ impl StageRows {
                     projected: &self.projected,
                     stride: widths(shape).0,
                     latent_norm: norm,
-                    query: &self.query,
+                    query: MlaQueries::Absorbed(&self.query),
                     cache,
                     latent,
                     nope,
@@ -225,14 +235,16 @@ impl StageRows {
                     heads,
                     interleaved: shape.interleaved,
                     epsilon: LATENT_NORM_EPS,
+                    ahead: now,
                 };
                 kernels.rows.mla_write(stream, &places, &write)?;
                 let Some((keys, values)) = &products.absorb else { return Err(missing(padded)) };
                 keys.enqueue(stream, &self.projected, up, &self.query)?;
-                // The product ahead began after everything before it had ended, the cache write included.
-                let step = self.mla_step(padded, model);
-                mla.decode(stream, &step, &self.query, cache, shape.scale, &self.latents, true)?;
-                values.enqueue(stream, &self.latents, &of_values(up, shape, nope)?, &self.attended)?;
+                // Products may begin while everything ahead of them still runs; but before a layer's FFN had ended, no kernel of
+                // the next one began, and all that reading early needs was there before the step's first FFN.
+                let (step, early) = (self.mla_step(padded, model), index > 0);
+                mla.decode(stream, &step, &self.query, cache, shape.scale, &self.latents, early)?;
+                values.enqueue(stream, &self.latents, &of_values(up, shape)?, &self.attended)?;
             }
             (
                 Attend::Gqa(gqa),
@@ -262,7 +274,8 @@ impl StageRows {
             _ => return Err(GpuError::Unsupported { what: "mixed kinds of attention".into() }),
         }
         products.out.enqueue(stream, &self.attended, &layer.out, &self.delta)?;
-        kernels.rows.rms_norm(stream, Some(&self.delta), &self.norm(shape, &layer.post_norm, padded))?;
+        let norm = NormRows { ahead: later, ..self.norm(shape, &layer.post_norm, padded) };
+        kernels.rows.rms_norm(stream, Some(&self.delta), &norm)?;
         Ok(&self.x)
     }
 
@@ -349,7 +362,8 @@ impl StageRows {
 
     fn norm<'a>(&'a self, shape: &KernelShape, weight: &'a Region, rows: usize) -> NormRows<'a> {
         let KernelShape { hidden, epsilon, .. } = *shape;
-        NormRows { residual: &self.residual, weight, out: &self.x, rows, hidden, epsilon }
+        let ahead = Ahead::default();
+        NormRows { residual: &self.residual, weight, out: &self.x, rows, hidden, epsilon, ahead }
     }
 
     fn max_blocks(&self, shape: &KernelShape) -> usize {
@@ -366,10 +380,10 @@ impl StageRows {
     }
 }
 
-/// W_UV of the first head, where the product over all heads begins.
-fn of_values(up: &Region, shape: &KernelShape, nope: usize) -> Result<Region, GpuError> {
-    let AttentionShape::Mla { latent, .. } = shape.attention else { return Ok(up.clone()) };
-    up.part(nope * latent * 2..up.len())
+/// W_UV, behind W_UK.
+fn of_values(up: &Region, shape: &KernelShape) -> Result<Region, GpuError> {
+    let AttentionShape::Mla { heads, latent, nope, .. } = shape.attention else { return Ok(up.clone()) };
+    up.part(heads * nope * latent * 2..up.len())
 }
 
 fn missing(padded: usize) -> GpuError {
@@ -377,19 +391,18 @@ fn missing(padded: usize) -> GpuError {
 }
 
 impl Products {
-    fn new(blas: &Blas, shape: &KernelShape, rows: usize) -> Result<Self, GpuError> {
+    fn new(kernels: &Kernels, shape: &KernelShape, rows: usize) -> Result<Self, GpuError> {
+        let product = |shape| Product::new(&kernels.blas, &kernels.few, shape);
         let (projected, attended) = widths(shape);
         let absorb = match shape.attention {
             AttentionShape::Gqa { .. } => None,
             AttentionShape::Mla { heads, latent, nope, value } => {
                 let rope = shape.rotary;
                 let keys = GemmShape {
-                    order: WeightOrder::InOut,
                     batch: heads,
                     x_stride: projected,
                     x_batch: nope + rope,
-                    weight_stride: latent,
-                    weight_batch: (nope + value) * latent,
+                    weight_batch: latent * nope,
                     out_stride: heads * (latent + rope),
                     out_batch: latent + rope,
                     ..GemmShape::linear(rows, nope, latent)
@@ -398,19 +411,19 @@ impl Products {
                     batch: heads,
                     x_stride: heads * latent,
                     x_batch: latent,
-                    weight_batch: (nope + value) * latent,
+                    weight_batch: value * latent,
                     out_stride: attended,
                     out_batch: value,
                     ..GemmShape::linear(rows, latent, value)
                 };
-                Some((Gemm::new(blas, keys)?, Gemm::new(blas, values)?))
+                Some((product(keys)?, product(values)?))
             }
         };
         Ok(Self {
-            projection: Gemm::new(blas, GemmShape::linear(rows, shape.hidden, projected))?,
+            projection: product(GemmShape::linear(rows, shape.hidden, projected))?,
             absorb,
-            out: Gemm::new(blas, GemmShape::linear(rows, attended, shape.hidden))?,
-            head: Gemm::new(blas, GemmShape::linear(rows, shape.hidden, shape.vocab))?,
+            out: product(GemmShape::linear(rows, attended, shape.hidden))?,
+            head: product(GemmShape::linear(rows, shape.hidden, shape.vocab))?,
         })
     }
 }

@@ -290,7 +290,8 @@ impl Decoder {
                     let summand = ffn.combine(stream, hop(layer - 1, index, padded))?;
                     stage.rows.land(kernels, stream, model, layer - 1, padded, &summand)?;
                 }
-                let rows = stage.rows.attend(kernels, stream, model, layer, padded)?;
+                let reads = ffn.weights_here(LayerIdx(layer as u16));
+                let rows = stage.rows.attend(kernels, stream, model, layer, padded, reads)?;
                 let rows = HopRows { rows, num_rows: &stage.rows.inputs.num_rows };
                 ffn.dispatch(stream, hop(layer, index, padded), &rows)?;
             }

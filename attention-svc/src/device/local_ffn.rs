@@ -1,6 +1,8 @@
 //! The FFN on attention's own device and thread (`--ffn local` with a GPU): every dispatch is computed at once, or rather
 //! enqueued, so there is nothing to wait for and nothing to lose.
-use afd_common::ids::{HopKey, StepId};
+use std::sync::Arc;
+
+use afd_common::ids::{HopKey, LayerIdx, StepId};
 use afd_gpu::{Device, GpuError, Region, Stream};
 use ffn_svc::device::{DeviceFfn, DeviceModel};
 use ffn_svc::model::Side;
@@ -22,11 +24,12 @@ pub struct LocalFfn {
 }
 
 impl LocalFfn {
-    /// `model` is the whole FFN, on attention's device.
+    /// `model` is the whole FFN, on attention's device, whose `stream` is that of the engine's thread.
     ///
     /// # Errors
     /// [`GpuError::Driver`] when memory is out.
-    pub fn new(device: &Device, model: DeviceModel) -> Result<Self, GpuError> {
+    pub fn new(device: &Device, stream: &Arc<Stream>, mut model: DeviceModel) -> Result<Self, GpuError> {
+        model.run_on(stream)?;
         let bytes = DeviceFfn::MAX_ROWS * model.hidden_size() * 2;
         let outputs = (0..MAX_STAGES).map(|_| Region::zeroed(device, bytes)).collect::<Result<_, _>>()?;
         Ok(Self { model, results: Vec::new(), outputs })
@@ -119,6 +122,10 @@ impl StreamFfn for LocalFfn {
 
     fn check(&mut self) -> Result<(), FfnLoss> {
         Ok(())
+    }
+
+    fn weights_here(&self, layer: LayerIdx) -> Option<&Region> {
+        self.model.kernels_ref()?.sure_to_be_read(layer)
     }
 
     fn generation(&self) -> u64 {

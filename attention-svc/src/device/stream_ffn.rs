@@ -58,6 +58,12 @@ pub trait StreamFfn {
     /// [`FfnLoss`]: the step's results are not to be used, and nothing that was captured.
     fn check(&mut self) -> Result<(), FfnLoss>;
 
+    /// What the layer's FFN reads on attention's own device whatever its rows are, fetched while attention runs; `None` where
+    /// the FFN is on others, and attention's is idle meanwhile.
+    fn weights_here(&self, _layer: LayerIdx) -> Option<&Region> {
+        None
+    }
+
     /// Changes when what was captured can no longer be used, because a rank was lost or came.
     fn generation(&self) -> u64;
 }

@@ -151,6 +151,47 @@ fn the_ffn_s_kernels_agree_with_libtorch_at_full_width() {
     }
 }
 
+/// Prompts by kernels against prompts by operations alone: whole ones, then a step of everything there is: sequences that
+/// decode, a chunk with earlier context, and a new prompt, in an order that keeps rows of a kind apart.
+fn prompts_agree(config: &str) {
+    let Some(gpu) = gpu() else { return };
+    let _guard = gpu.enter().unwrap();
+    let config = ModelConfig::from_json(&serde_json::from_str(config).unwrap(), None).unwrap();
+    let device = tch::Device::Cuda(0);
+    let weights = Weights::dummy(&config, Kind::BFloat16, 3).on(device).unwrap();
+    let load = || AttentionModel::load(&config, &weights, 256).unwrap();
+    let (by_torch, mut by_kernels) = (load(), load());
+    gpu.device().synchronize().unwrap();
+    by_kernels.run_on(gpu.stream(), BLOCK_SIZE).unwrap();
+    let new_cache = || KvCache::new_on(&config, 6 * BLOCKS_EACH, BLOCK_SIZE, Kind::BFloat16, device).unwrap();
+    let mut caches = (new_cache(), new_cache());
+    let (mut prompts, mut mixed) = (StageBatch::default(), StageBatch::default());
+    [5, 31, 130, 64].iter().enumerate().for_each(|(i, &len)| rows(i, 0, len, &mut prompts));
+    let steps = [(0, 5, 6), (1, 31, 32), (2, 130, 200), (3, 64, 65), (4, 0, 40), (5, 0, 17)];
+    steps.into_iter().for_each(|(i, from, upto)| rows(i, from, upto, &mut mixed));
+    for (what, batch) in [("prompts", &prompts), ("a mixed step", &mixed)] {
+        let wanted = eager(&by_torch, &mut caches.0, batch);
+        let found = eager(&by_kernels, &mut caches.1, batch);
+        close(&found, &wanted, what);
+        let ends: Vec<usize> = batch.sequences.iter().map(|s| s.start + s.len - 1).collect();
+        let best = by_kernels.best(&found, &ends).unwrap().unwrap();
+        let logits = by_kernels.logits(&found, &ends).unwrap();
+        let largest: Vec<i64> = Vec::try_from(logits.argmax(-1, false)).unwrap();
+        assert_eq!(best.iter().map(|&token| i64::from(token)).collect::<Vec<_>>(), largest);
+        assert!(by_torch.best(&wanted, &ends).unwrap().is_none());
+    }
+}
+
+#[test]
+fn latent_attention_of_prompts_agrees_with_libtorch() {
+    prompts_agree(MLA);
+}
+
+#[test]
+fn grouped_query_attention_of_prompts_agrees_with_libtorch() {
+    prompts_agree(GQA);
+}
+
 fn gpu() -> Option<Gpu> {
     if let Some(why) = afd_gpu::Device::missing(1) {
         eprintln!("{why}");

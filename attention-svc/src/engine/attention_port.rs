@@ -99,6 +99,15 @@ pub trait AttentionPort: Send {
         Ok(DecodeRun::Unknown)
     }
 
+    /// The token with the largest logit of each of some rows of the residual stream after the last layer, where the device
+    /// can say without the logits: `u32::MAX` where there is none. `None` where it cannot.
+    ///
+    /// # Errors
+    /// [`AttentionError`]; the stage cannot go on.
+    fn best(&self, _x: &Tensor, _rows: &[usize]) -> Result<Option<Vec<u32>>, AttentionError> {
+        Ok(None)
+    }
+
     /// Logits of some rows of the residual stream after the last layer, `[rows.len(), vocab_size]` f32, contiguous, on
     /// the CPU.
     ///

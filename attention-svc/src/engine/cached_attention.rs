@@ -54,6 +54,13 @@ impl CachedAttention {
             }
             Err(error) => return Err(error),
         }
+        match self.model.run_on(gpu.stream(), self.cache.block_size()) {
+            Ok(()) => {}
+            Err(error @ (NoKernels::Unsupported(_) | NoKernels::Gpu(GpuError::Unsupported { .. }))) => {
+                tracing::warn!(why = %error, "prompts are computed operation by operation");
+            }
+            Err(error) => return Err(error),
+        }
         self.gpu = Some(gpu);
         Ok(self)
     }
@@ -150,6 +157,10 @@ impl AttentionPort for CachedAttention {
                 Ok(DecodeRun::Done { outputs, replayed: decoder.captures() && !plan.profile })
             }
         }
+    }
+
+    fn best(&self, x: &Tensor, rows: &[usize]) -> Result<Option<Vec<u32>>, AttentionError> {
+        Ok(self.model.best(x, rows)?)
     }
 
     fn logits(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor, AttentionError> {

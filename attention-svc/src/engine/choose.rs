@@ -49,8 +49,11 @@ impl<A: AttentionPort> Engine<A> {
         let internal = |what: String| SequenceError::Internal(what);
         let mut chosen: Chosen = vec![None; stage.items.len()];
         let mut wanted = self.wanted(stage);
-        if let Some(choices) = &output.chosen {
-            wanted.retain(|wanted| !self.take_choice(stage, wanted, choices, &mut chosen));
+        match &output.chosen {
+            Some(choices) => {
+                wanted.retain(|wanted| !self.take_choice(stage, wanted, choices.get(wanted.row), &mut chosen))
+            }
+            None => self.choose_on_device(stage, output, &mut wanted, &mut chosen)?,
         }
         let x = &output.x;
         for wanted in wanted.chunks(MAX_LOGIT_ROWS) {
@@ -78,18 +81,52 @@ impl<A: AttentionPort> Engine<A> {
         Ok(chosen)
     }
 
+    /// Has the device choose where its choice is all that is asked for, and takes those out of `wanted`: rows of logits
+    /// need not come to the host then.
+    fn choose_on_device(
+        &mut self,
+        stage: &Stage,
+        output: &StageOutput,
+        wanted: &mut Vec<Wanted>,
+        chosen: &mut Chosen,
+    ) -> Result<(), SequenceError> {
+        let rows: Vec<usize> =
+            wanted.iter().filter(|wanted| self.wants_best(stage, wanted)).map(|wanted| wanted.row).collect();
+        let best = self.attention.best(&output.x, &rows);
+        let Some(best) = best.map_err(|error| SequenceError::Internal(error.0))? else { return Ok(()) };
+        let chosen_there = |&token: &u32| DeviceChoice {
+            token: (token != u32::MAX).then_some(token),
+            below: 0.0,
+            upto: 0.0,
+        };
+        let mut best = best.iter().map(chosen_there);
+        wanted.retain(|wanted| {
+            let choice = if self.wants_best(stage, wanted) { best.next() } else { None };
+            !self.take_choice(stage, wanted, choice.as_ref(), chosen)
+        });
+        Ok(())
+    }
+
+    /// Whether the token with the largest logit is all that is asked for. What is told of a prompt is told before its first
+    /// token, so the two stay together.
+    fn wants_best(&self, stage: &Stage, wanted: &Wanted) -> bool {
+        let active = self.sequences.get(&stage.items[wanted.item].sequence);
+        let takes_best = |active: &Active| {
+            active.request.prompt_logprobs.is_none() && active.device_rule() == Some(DrawRule::Best)
+        };
+        matches!(wanted.purpose, Purpose::Choose) && active.is_some_and(takes_best)
+    }
+
     /// Takes the token that the device has chosen, where its choice is all that is asked for. Returns whether it was.
     fn take_choice(
         &mut self,
         stage: &Stage,
         wanted: &Wanted,
-        choices: &[DeviceChoice],
+        choice: Option<&DeviceChoice>,
         chosen: &mut Chosen,
     ) -> bool {
         let active = self.sequences.get_mut(&stage.items[wanted.item].sequence);
-        let (Some(active), Purpose::Choose, Some(choice)) =
-            (active, &wanted.purpose, choices.get(wanted.row))
-        else {
+        let (Some(active), Purpose::Choose, Some(choice)) = (active, &wanted.purpose, choice) else {
             return false;
         };
         // Where there is no token the row itself says what is wrong with it.

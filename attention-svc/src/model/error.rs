@@ -45,6 +45,14 @@ pub enum ModelError {
         /// Expected and found.
         source: ShapeError,
     },
+    /// A kernel, or memory for one, cannot be had.
+    #[error("{place}: {what}")]
+    Device {
+        /// Layer and operation.
+        place: String,
+        /// The driver's or libtorch's words.
+        what: String,
+    },
     /// libtorch refused.
     #[error("{place}: {source}")]
     Torch {
@@ -72,6 +80,20 @@ impl<T> At<T> for Result<T, RowsError> {
         self.map_err(|error| error.at_place(format!("{layer}: {operation}")))
     }
 }
+
+/// For what says nothing that would be of use but in its words.
+macro_rules! at_on_device {
+    ($($error:ty),*) => {$(
+        impl<T> At<T> for Result<T, $error> {
+            fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError> {
+                let place = format!("{layer}: {operation}");
+                self.map_err(|error| ModelError::Device { place, what: error.to_string() })
+            }
+        }
+    )*};
+}
+
+at_on_device!(afd_gpu::GpuError, afd_ffi::FfiError, afd_ffi::cuda::CudaError);
 
 impl RowsError {
     pub(super) fn at_place(self, place: String) -> ModelError {

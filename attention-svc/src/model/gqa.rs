@@ -14,6 +14,10 @@ use super::project::{OutProjection, fused};
 use super::rope::Rope;
 use super::rows::{Norm, Norms, direct_attention, gqa_rows};
 
+mod prompts;
+
+pub(super) use prompts::GqaPrompts;
+
 /// One layer's attention.
 pub(super) struct Gqa {
     /// Queries, keys and values, `[(num_heads + 2 num_kv_heads) * head_dim, hidden]`.

@@ -18,6 +18,10 @@ use super::project::{OutProjection, fused};
 use super::rope::{Rope, softmax_factor};
 use super::rows::{Norm, direct_attention, mla_rows, rms_norm};
 
+mod prompts;
+
+pub(super) use prompts::MlaPrompts;
+
 /// Epsilon of the norms of the latents, whatever the model's own is.
 const LATENT_NORM_EPS: f64 = 1e-6;
 
@@ -191,18 +195,37 @@ impl Mla {
             self.absorbed(layer, &queries, stage, cache)?
         } else {
             let options = (x.kind(), x.device());
-            let mut attended = Tensor::f_empty([rows, heads * value], options).at(layer, "attention")?;
-            if let Some(index) = &stage.direct_index {
-                let queries = queries.f_index_select(0, index).at(layer, "queries")?;
-                let direct = self.absorbed(layer, &queries, stage, cache)?;
-                let _ = attended.f_index_copy_(0, index, &direct).at(layer, "attention")?;
-            }
+            let attended = Tensor::f_empty([rows, heads * value], options).at(layer, "attention")?;
+            self.direct(layer, &queries, stage, cache, &attended)?;
             for sequence in &stage.gathered {
                 self.expanded(sequence, &queries, cache, &attended).at(layer, "attention of a chunk")?;
             }
             attended
         };
         self.out.add_to(residual, &attended).at(layer, "o_proj")
+    }
+
+    /// Writes attention of the stage's direct rows, if it has any, to `attended`, `[num_rows, num_heads * value]`, or the same
+    /// by head.
+    fn direct(
+        &self,
+        layer: LayerIdx,
+        queries: &Tensor,
+        stage: &PreparedStage,
+        cache: &Tensor,
+        attended: &Tensor,
+    ) -> Result<(), ModelError> {
+        let Dims { heads, value, .. } = self.dims;
+        let mut attended = attended.f_view([-1, heads * value]).at(layer, "attention")?;
+        if let Some(index) = &stage.direct_index {
+            let queries = queries.f_index_select(0, index).at(layer, "queries")?;
+            let direct = self.absorbed(layer, &queries, stage, cache)?;
+            let _ = attended.f_index_copy_(0, index, &direct).at(layer, "attention")?;
+        } else if stage.gathered.is_empty() {
+            let direct = self.absorbed(layer, queries, stage, cache)?;
+            attended.f_copy_(&direct).at(layer, "attention")?;
+        }
+        Ok(())
     }
 
     /// Attention of the stage's direct rows, `[direct rows, num_heads * value]`.

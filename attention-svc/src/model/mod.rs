@@ -2,12 +2,16 @@
 //! block. The FFN half is not here and has no parameters here: between [`AttentionModel::attend`] of one layer and of
 //! the next, the engine sends `ffn_in` to the FFN role and adds what comes back to the residual.
 //!
-//! In reading order: [`prepare`](AttentionModel::prepare) a stage once, then per layer `gqa` or `mla` over `kv`.
+//! In reading order: [`prepare`](AttentionModel::prepare) a stage once, then per layer `gqa` or `mla` over `kv`; on a GPU
+//! `prompts` in their place, where it can.
+use std::sync::Arc;
+
 use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig, Selection};
 use afd_common::ids::LayerIdx;
 use afd_common::layers::{Router, Selected, Selector};
 use afd_common::weights::Weights;
 use afd_ffi::cpu_rows::Pairing;
+use afd_gpu::Stream;
 use tch::{Device, Kind, Tensor};
 
 mod error;
@@ -18,12 +22,14 @@ mod mla;
 mod on_device;
 mod prepare;
 mod project;
+mod prompts;
 mod rope;
 mod rows;
 
 use error::{At, outside_layers};
 use gqa::Gqa;
 use mla::Mla;
+use prompts::Prompts;
 use rope::Rope;
 use rows::{Norm, rms_norm};
 
@@ -81,6 +87,8 @@ pub struct AttentionModel {
     final_norm: Norm,
     /// `[vocab, hidden]`; the embedding when they are tied.
     head: Tensor,
+    /// On a GPU, once it is known on which stream.
+    prompts: Option<Prompts>,
 }
 
 struct Layer {
@@ -141,6 +149,7 @@ impl AttentionModel {
             rope: Rope::new(&config.rope, rope_dim, pairing).map_err(outside_layers("rope"))?,
             final_norm: Norm::load(weights, "model.norm.weight", config.hidden_size)?,
             head,
+            prompts: None,
             config: config.clone(),
         })
     }
@@ -218,7 +227,8 @@ impl AttentionModel {
                 AttentionConfig::Mla(mla) => Mla::prefers_direct(mla, len, context_len),
             },
         };
-        PreparedStage::new(batch, &self.rope, self.max_model_len, self.device(), numbering, decide)
+        let place = (self.device(), self.prompts.as_ref().map(Prompts::block_size));
+        PreparedStage::new(batch, &self.rope, self.max_model_len, place, numbering, decide)
     }
 
     /// Attention of one layer: `residual` is the stream before it, `[num_rows, hidden]`; the rows' keys and values are
@@ -247,11 +257,24 @@ impl AttentionModel {
         let eps = self.config.rms_norm_eps;
         let x = rms_norm(&residual, input_norm, eps).at(layer, "input_layernorm")?;
         let residual = match attention {
+            _ if let (Some(prompts), Some(rows)) = (&self.prompts, &stage.on_device) => {
+                prompts.forward(layer, attention, &residual, &x, (stage, rows), cache)?
+            }
             Block::Gqa(gqa) => gqa.forward(layer, &residual, &x, &self.rope, stage, cache)?,
             Block::Mla(mla) => mla.forward(layer, &residual, &x, &self.rope, stage, cache)?,
         };
         let ffn_in = rms_norm(&residual, post_norm, eps).at(layer, "post_attention_layernorm")?;
         Ok(Attended { residual, ffn_in })
+    }
+
+    /// From now on stages run on `stream`, which is then libtorch's current one wherever this is called, over caches whose
+    /// blocks have `block_size` tokens: kernels take the place of most operations, where the model allows it.
+    ///
+    /// # Errors
+    /// [`NoKernels`] when it does not; nothing changes then.
+    pub fn run_on(&mut self, stream: &Arc<Stream>, block_size: usize) -> Result<(), NoKernels> {
+        self.prompts = Some(Prompts::new(stream, self, block_size)?);
+        Ok(())
     }
 
     /// Takes the routers too: the gate is on attention.
@@ -311,11 +334,28 @@ impl AttentionModel {
     /// [`ModelError`] when a row is out of bounds.
     pub fn logits(&self, residual: &Tensor, rows: &[usize]) -> Result<Tensor, ModelError> {
         let _no_grad = tch::no_grad_guard();
+        let logits = self.head(residual, rows)?;
+        let on_host = logits.f_to_kind(Kind::Float).and_then(|logits| logits.f_to_device(Device::Cpu));
+        on_host.map_err(outside_layers("lm_head"))
+    }
+
+    /// The token with the largest of those logits, of each row, the lowest on ties; `u32::MAX` where one is not a number or
+    /// infinitely large. `None` where only the logits can say.
+    ///
+    /// # Errors
+    /// As for [`logits`](Self::logits).
+    pub fn best(&self, residual: &Tensor, rows: &[usize]) -> Result<Option<Vec<u32>>, ModelError> {
+        let _no_grad = tch::no_grad_guard();
+        match &self.prompts {
+            Some(_) if rows.is_empty() => Ok(Some(Vec::new())),
+            Some(prompts) => prompts.best(&self.head(residual, rows)?).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Logits `[rows.len(), vocab]` in the compute dtype, where the weights are.
+    fn head(&self, residual: &Tensor, rows: &[usize]) -> Result<Tensor, ModelError> {
         let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
-        let head = |x: &Tensor| {
-            let logits = x.f_linear(&self.head, None::<Tensor>)?.f_to_kind(Kind::Float)?;
-            logits.f_to_device(Device::Cpu)
-        };
         if let Some(row) = rows.iter().find(|&&row| row as i64 >= residual.size()[0]) {
             let what = format!("logits of row {row} of {}", residual.size()[0]);
             return Err(ModelError::Stage { what });
@@ -325,7 +365,7 @@ impl AttentionModel {
             .map_err(outside_layers("rows of the head"))?;
         let normed = rms_norm(&chosen, &self.final_norm, self.config.rms_norm_eps)
             .map_err(|error| error.at_place("final norm".into()))?;
-        head(&normed).map_err(outside_layers("lm_head"))
+        normed.f_linear(&self.head, None::<Tensor>).map_err(outside_layers("lm_head"))
     }
 }
 

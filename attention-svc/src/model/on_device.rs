@@ -5,6 +5,7 @@ use afd_common::ids::LayerIdx;
 use afd_ffi::FfiError;
 use afd_ffi::cpu_rows::Pairing;
 use afd_ffi::cuda::region;
+use afd_gpu::ops::Ahead;
 use afd_gpu::{Device, GpuError, Region};
 use tch::{Kind, TchError, Tensor};
 
@@ -92,6 +93,25 @@ pub struct KernelLayer {
     pub attention: KernelAttention,
 }
 
+impl KernelLayer {
+    /// Its weights, in the order in which they are read.
+    pub fn all(&self) -> Ahead<'_> {
+        match &self.attention {
+            KernelAttention::Gqa { .. } => Ahead::of([&self.projection, &self.out]),
+            KernelAttention::Mla { up, .. } => Ahead::of([&self.projection, up, &self.out]),
+        }
+    }
+
+    /// Those that are read behind the write to the cache, and what is read `behind` them.
+    pub fn behind_the_write<'a>(&'a self, behind: Option<&'a Region>) -> Ahead<'a> {
+        let up = match &self.attention {
+            KernelAttention::Gqa { .. } => None,
+            KernelAttention::Mla { up, .. } => Some(up),
+        };
+        Ahead::of(up.into_iter().chain([&self.out]).chain(behind))
+    }
+}
+
 /// What only one kind of attention has.
 #[derive(Debug)]
 pub enum KernelAttention {
@@ -108,7 +128,8 @@ pub enum KernelAttention {
     Mla {
         /// `[latent]` bf16
         norm: Region,
-        /// W_UK and W_UV, `[heads, nope + value, latent]` bf16.
+        /// Of every head W_UK, `[heads, latent, nope]`, then of every head W_UV, `[heads, value, latent]`, bf16: a copy, as
+        /// products with a weight read it.
         up: Region,
         /// `[blocks, block_size, latent + rope]` bf16
         cache: Region,
@@ -151,7 +172,7 @@ impl KernelModel {
         }
         let config = &model.config;
         let Some(first) = model.layers.first() else { return unsupported("a model without layers") };
-        let (attention, scale) = match (&config.attention, &first.attention) {
+        let (attention_shape, scale) = match (&config.attention, &first.attention) {
             (AttentionConfig::Gqa(gqa), Block::Gqa(block)) => {
                 let (heads, kv, dim) = (gqa.num_heads, gqa.num_kv_heads, gqa.head_dim);
                 (AttentionShape::Gqa { heads, kv, dim }, block.scale())
@@ -184,7 +205,7 @@ impl KernelModel {
                     };
                     let attention = KernelAttention::Mla {
                         norm: norm(kv_norm)?,
-                        up: region(device, up)?,
+                        up: region(device, &up_by_product(up, attention_shape)?)?,
                         cache: region(device, cache)?,
                     };
                     (projection, out, attention)
@@ -209,7 +230,7 @@ impl KernelModel {
             scale: scale as f32,
             rotary: model.rope.dim,
             interleaved: model.rope.pairing == Pairing::Neighbours,
-            attention,
+            attention: attention_shape,
         };
         Ok(Self {
             embedding: region(device, &model.embedding)?,
@@ -222,8 +243,18 @@ impl KernelModel {
     }
 }
 
+/// [`KernelAttention::Mla::up`] of W_UK and W_UV, `[heads * (nope + value), latent]`.
+fn up_by_product(up: &Tensor, shape: AttentionShape) -> Result<Tensor, TchError> {
+    let AttentionShape::Mla { heads, latent, nope, value } = shape else { return Ok(up.shallow_clone()) };
+    let (nope, value) = (nope as i64, value as i64);
+    let by_head = up.f_view([heads as i64, nope + value, latent as i64])?;
+    let keys = by_head.f_narrow(1, 0, nope)?.f_transpose(1, 2)?;
+    let values = by_head.f_narrow(1, nope, value)?;
+    Tensor::f_cat(&[keys.f_reshape([-1])?, values.f_reshape([-1])?], 0)
+}
+
 /// Of each position `rotary / 2` cosines, then as many sines.
-fn cos_sin(model: &AttentionModel) -> Result<Vec<f32>, TchError> {
+pub(super) fn cos_sin(model: &AttentionModel) -> Result<Vec<f32>, TchError> {
     let positions: Vec<u32> = (0..model.max_model_len as u32).collect();
     let (cos, sin) = model.rope.rows(&positions)?;
     let shape = [positions.len() as i64, model.rope.dim as i64 / 2];

@@ -79,7 +79,7 @@ pub(super) async fn open(
             let model =
                 DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(gpu.device()))
                     .map_err(|error| ServeError::LocalFfn(error.to_string()))?;
-            let port = LocalFfn::new(gpu.device(), model)?;
+            let port = LocalFfn::new(gpu.device(), gpu.stream(), model)?;
             Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
         }
         FfnTarget::Local => {

@@ -6,6 +6,7 @@
 use std::any::Any;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::marker::PhantomData;
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex};
 
 use afd_gpu::{Device, Region, Stream};
@@ -111,6 +112,100 @@ impl Drop for StreamGuard {
         // SAFETY: made by `new` on this thread, deleted once.
         unsafe { (self.delete)(self.guard) };
     }
+}
+
+/// Sequences of some rows each, packed one after the other, of which every one attends to its own context: the rows are
+/// the context's last.
+#[derive(Debug)]
+pub struct PackedSequences {
+    /// Where each one's rows begin, and where the last one's end: `[sequences + 1]` i32, on the device.
+    pub row_starts: Tensor,
+    /// The same of their contexts.
+    pub context_starts: Tensor,
+    /// Most rows of one.
+    pub max_rows: i64,
+    /// Longest context.
+    pub max_context: i64,
+}
+
+type FlashAttention = unsafe extern "C" fn(
+    *const c_void,
+    *const c_void,
+    *const c_void,
+    *const *const c_void,
+    *const *const c_void,
+    i64,
+    i64,
+    f64,
+    i32,
+    i32,
+    *const f64,
+    *const i64,
+    *const i64,
+    *const *const c_void,
+    *const *const c_void,
+    *mut *mut c_void,
+    *mut *mut c_void,
+    *mut *mut c_void,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> i32;
+
+/// Causal attention of packed sequences by libtorch's flash attention, which `tch` does not know: `queries`
+/// `[rows, heads, dim]`, `keys` and `values` `[context, kv heads, dim]`, bf16 or f16, in rows that lie together; scores are
+/// scaled by `scale`. Returns `[rows, heads, dim]`.
+///
+/// # Errors
+/// [`CudaError::Call`] when libtorch refuses (another type, an odd `dim`, tensors that are not on the device).
+pub fn flash_attention(
+    (queries, keys, values): (&Tensor, &Tensor, &Tensor),
+    sequences: &PackedSequences,
+    scale: f64,
+) -> Result<Tensor, CudaError> {
+    let name = "aoti_torch_cuda__flash_attention_forward";
+    // SAFETY: the symbol is libtorch's, with this signature (torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h).
+    let call = unsafe { std::mem::transmute::<*mut c_void, FlashAttention>(symbol(name)?) };
+    let handle = |tensor: &Tensor| tensor.as_ptr().cast::<c_void>();
+    let PackedSequences { row_starts, context_starts, max_rows, max_context } = sequences;
+    let (rows, context) = (handle(row_starts), handle(context_starts));
+    let (mut out, mut more) = (null_mut(), [null_mut(); 4]);
+    let [lse, seed, unused, mask] = &mut more;
+    let none: *const c_void = std::ptr::null();
+    // SAFETY: every handle is a live tensor, as tch and libtorch both know them; optional ones are pointers to handles or
+    // null; results are written to places of ours.
+    let failed = unsafe {
+        call(
+            handle(queries),
+            handle(keys),
+            handle(values),
+            &rows,
+            &context,
+            *max_rows,
+            *max_context,
+            0.0,
+            1,
+            0,
+            &scale,
+            none.cast(),
+            none.cast(),
+            none.cast(),
+            none.cast(),
+            &mut out,
+            lse,
+            seed,
+            unused,
+            mask,
+        )
+    };
+    if failed != 0 {
+        return Err(CudaError::Call(name));
+    }
+    for tensor in more {
+        // SAFETY: results are the caller's to free, as tensors of tch are.
+        drop(unsafe { Tensor::from_ptr(tensor.cast()) });
+    }
+    // SAFETY: as above.
+    Ok(unsafe { Tensor::from_ptr(out.cast()) })
 }
 
 /// The memory of a dense CUDA tensor, which it keeps. Nobody may resize the tensor; who writes to it, and when, is the

@@ -33,12 +33,6 @@ DEVICE void trace(int* routing, int kernel, int what) {
 
 // ---- router -----------------------------------------------------------------------------------------------------
 
-// Larger floats have larger keys, NaN aside.
-DEVICE u32 order_key(float x) {
-    u32 bits = __float_as_uint(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // Logits of 16 experts and 8 rows a block; the blocks of a row group are a cluster, whose first chooses the experts. The
 // last group of all writes the permutation; *ticket counts groups, and is zero before and after.
 // grid (ceil(max_rows / 8), EXPERTS / 16), 256 threads
@@ -99,60 +93,12 @@ moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, 
     // One warp a row: the best TOP_K of its logits, ties to the lower index.
     const int row = group * 8 + warp;
     if (row < rows) {
-        // By softmax `own` is the logit, of which the score is a rising function; by sigmoid it is the score.
-        float own[PER_LANE];
-        u32 keys[PER_LANE];
-        float top = NEG_BIG;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-            const int e = i * 32 + lane;
-            own[i] = e < EXPERTS ? group_logits[warp][e] : NEG_BIG;
-            if (SIGMOID) own[i] = 1.f / (1.f + __expf(-own[i]));
-            keys[i] = e < EXPERTS ? order_key(SIGMOID && bias ? own[i] + bias[e] : own[i]) : 0;
-            top = fmaxf(top, own[i]);
-        }
-        float all = 0.f;
-        if (!SIGMOID) {
-#pragma unroll
-            for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) all += (i * 32 + lane < EXPERTS) ? __expf(own[i] - top) : 0.f;
-#pragma unroll
-            for (int d = 16; d; d /= 2) all += __shfl_xor_sync(~0u, all, d);
-        }
-        float my_weight = 0.f, chosen_sum = 0.f;
-        int my_expert = 0;
-#pragma unroll
-        for (int k = 0; k < TOP_K; ++k) {
-            u32 best = keys[0];
-#pragma unroll
-            for (int i = 1; i < PER_LANE; ++i) best = max(best, keys[i]);
-            best = __reduce_max_sync(~0u, best);
-            int expert = 1 << 30;
-#pragma unroll
-            for (int i = PER_LANE - 1; i >= 0; --i)
-                if (keys[i] == best) expert = i * 32 + lane;
-            expert = __reduce_min_sync(~0u, expert);
-            float value = 0.f;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                if (i * 32 + lane == expert) {
-                    keys[i] = 0;
-                    value = own[i];
-                }
-            }
-            value = __shfl_sync(~0u, value, expert % 32);
-            const float score = SIGMOID ? value : __expf(value - top) / all;
-            chosen_sum += score;
-            if (lane == k) {
-                my_weight = score;
-                my_expert = expert;
-            }
-        }
+        const Choice mine =
+            choose_experts<EXPERTS, TOP_K, SIGMOID>([&](int e) { return group_logits[warp][e]; }, bias, lane);
         if (lane < TOP_K) {
-            const bool local = my_expert >= first_local && my_expert < first_local + num_local;
-            const float weight = NORMALIZE ? my_weight / chosen_sum : my_weight;
-            const int id = local ? my_expert - first_local : -1;
+            const bool local = mine.expert >= first_local && mine.expert < first_local + num_local;
+            const float weight = NORMALIZE ? mine.score / mine.all_scores : mine.score;
+            const int id = local ? mine.expert - first_local : -1;
             weights[row * TOP_K + lane] = local ? weight * scale : 0.f;
             ids[warp * TOP_K + lane] = id;
             if (gridDim.x > 1) routing[TOPK_IDS + row * TOP_K + lane] = id;
@@ -517,9 +463,11 @@ moe_down(const bf16* weight, const bf16* h, float* y, int* routing, int max_rows
 }
 
 // out[t] = sum of the chosen experts' rows by their weights, in the order of choice, and the shared experts' rows.
-// Rows beyond num_rows become zero. grid (max_rows, HIDDEN / 256), 64 threads of four columns
-KERNEL void moe_combine(const float* y, const float* weights, void* out, const int* num_rows, int max_rows) {
+// Rows beyond num_rows become zero. grid (max_rows and blocks that fetch ahead, HIDDEN / 256), 64 threads of four columns
+KERNEL void moe_combine(const float* y, const float* weights, void* out, const int* num_rows, int max_rows, AHEAD) {
     let_next_start();
+    if ((int)blockIdx.x >= max_rows)
+        return FETCH_AHEAD((blockIdx.x - max_rows) * gridDim.y + blockIdx.y, (gridDim.x - max_rows) * gridDim.y);
     wait_for_previous();
     const int t = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x * 4;
     const int rows = num_rows ? min(*num_rows, max_rows) : max_rows;

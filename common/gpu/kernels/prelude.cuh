@@ -106,6 +106,19 @@ DEVICE void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::
 DEVICE void bulk_prefetch(const void* source, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)), "r"(bytes) : "memory");
 }
+// Three stretches of memory that a later kernel will read whatever it is told: blocks beyond a kernel's own ask for them
+// and end, so that idle memory has something to do. Sizes are multiples of 16, or zero.
+#define AHEAD const u8 *ahead_a, u32 bytes_a, const u8 *ahead_b, u32 bytes_b, const u8 *ahead_c, u32 bytes_c
+#define FETCH_AHEAD(index, count) \
+    (fetch_ahead(ahead_a, bytes_a, index, count), fetch_ahead(ahead_b, bytes_b, index, count), \
+     fetch_ahead(ahead_c, bytes_c, index, count))
+DEVICE void fetch_ahead(const u8* source, u32 bytes, u32 index, u32 count) {
+    constexpr u32 PIECE = 4096;
+    const u32 pieces = (bytes + PIECE - 1) / PIECE;
+    for (u32 p = index * blockDim.x + threadIdx.x; p < pieces; p += count * blockDim.x)
+        bulk_prefetch(source + (size_t)p * PIECE, min(PIECE, bytes - p * PIECE));
+}
+
 // Registers of this warpgroup's threads from here on; more only what another gave up.
 template <int N> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -36,10 +36,11 @@ DEVICE uint4 normed(const uint4& r, const uint4& w, int hidden, float epsilon, f
 }
 
 // residual += delta (if any), rounded to bf16 as it is stored; out = norm of that * weight.
-// grid rows, hidden / 8 threads
-KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16* out, int hidden, float epsilon) {
+// grid rows and blocks that fetch ahead, hidden / 8 threads
+KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16* out, int hidden, float epsilon, int rows, AHEAD) {
     __shared__ float scratch[33];
     let_next_start();
+    if ((int)blockIdx.x >= rows) return FETCH_AHEAD(blockIdx.x - rows, gridDim.x - rows);
     const uint4 w = __ldg((const uint4*)weight + threadIdx.x);
     wait_for_previous();
     const size_t at = (size_t)blockIdx.x * (hidden / 8) + threadIdx.x;
@@ -99,14 +100,16 @@ KERNEL void embed_norm(const int* ids, const bf16* table, bf16* residual, const 
 
 // What MLA puts into its cache, the normed latent, then the turned rope key; and the turned rope part of every query.
 // `projected` has a row's queries [heads, nope + rope] and behind them its latent and rope key, [latent + rope], and is
-// `stride` elements from row to row. The queries' rope parts go to the end of `query` [rows, heads, latent + rope].
+// `stride` elements from row to row. A row's turned rope parts go to `query`, `query_row` elements from row to row,
+// `query_head` from head to head, beginning at `query_at`; it may be `projected` itself.
 // cos_sin [positions, rope] f32: rope / 2 cosines, then as many sines. Pairs are neighbours (interleaved) or halves, and stay
-// where they are. grid (rows, 1 + heads / 4), 128 threads: block 0 writes the cache, each other one turns four heads.
+// where they are. grid (rows and blocks that fetch ahead, 1 + heads / 4), 128 threads: block 0 writes the cache, each other one turns four heads.
 KERNEL void mla_write(const bf16* projected, const bf16* latent_norm, bf16* query, const float* cos_sin, const int* positions,
-                      const long long* slots, bf16* cache, int stride, int latent, int nope, int rope, int heads, int interleaved,
-                      float epsilon) {
+                      const long long* slots, bf16* cache, int stride, int query_row, int query_head, int query_at, int latent,
+                      int nope, int rope, int heads, int interleaved, float epsilon, int rows, AHEAD) {
     __shared__ float scratch[33];
     let_next_start();
+    if ((int)blockIdx.x >= rows) return FETCH_AHEAD((blockIdx.x - rows) * gridDim.y + blockIdx.y, (gridDim.x - rows) * gridDim.y);
     wait_for_previous();
     const int row = blockIdx.x, half = rope / 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bf16* own = projected + (size_t)row * stride;
@@ -137,7 +140,7 @@ KERNEL void mla_write(const bf16* projected, const bf16* latent_norm, bf16* quer
         if (warp) return;
     } else {
         if (head >= heads) return;
-        to = query + ((size_t)row * heads + head) * (latent + rope) + latent;
+        to = query + (size_t)row * query_row + head * query_head + query_at;
     }
     for (int i = lane; i < half; i += 32) {
         const int first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : half + i;

@@ -16,6 +16,10 @@ pub enum Source {
     Channel,
     /// Mixture of experts for few rows.
     Moe,
+    /// What stands around the products of a mixture of experts with many rows.
+    MoeMany,
+    /// Those products.
+    MoeProduct,
     /// Decode attention over a latent cache.
     Mla,
     /// Decode attention over a cache of keys and values.
@@ -24,24 +28,48 @@ pub enum Source {
     Rows,
     /// Sampled tokens.
     Sample,
+    /// Products with few rows.
+    FewProduct,
     /// Seeded numbers.
     Random,
 }
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Channel, Self::Moe, Self::Mla, Self::Gqa, Self::Rows, Self::Sample, Self::Random];
+    pub const ALL: [Self; 10] = [
+        Self::Channel,
+        Self::Moe,
+        Self::MoeMany,
+        Self::MoeProduct,
+        Self::Mla,
+        Self::Gqa,
+        Self::Rows,
+        Self::FewProduct,
+        Self::Sample,
+        Self::Random,
+    ];
 
     fn file(self) -> (&'static str, &'static str) {
         match self {
             Self::Channel => ("channel.cu", include_str!("../kernels/channel.cu")),
             Self::Moe => ("moe.cu", include_str!("../kernels/moe.cu")),
+            Self::MoeMany => ("moe_many.cu", include_str!("../kernels/moe_many.cu")),
+            Self::MoeProduct => ("moe_product.cu", include_str!("../kernels/moe_product.cu")),
             Self::Mla => ("mla.cu", include_str!("../kernels/mla.cu")),
             Self::Gqa => ("gqa.cu", include_str!("../kernels/gqa.cu")),
             Self::Rows => ("rows.cu", include_str!("../kernels/rows.cu")),
             Self::Sample => ("sample.cu", include_str!("../kernels/sample.cu")),
+            Self::FewProduct => ("few_product.cu", include_str!("../kernels/few_product.cu")),
             Self::Random => ("random.cu", include_str!("../kernels/random.cu")),
+        }
+    }
+
+    /// What it shares with others, besides the prelude.
+    fn shared(self) -> &'static str {
+        match self {
+            Self::Moe | Self::MoeMany => include_str!("../kernels/choose.cuh"),
+            Self::MoeProduct => include_str!("../kernels/wgmma.cuh"),
+            _ => "",
         }
     }
 
@@ -51,6 +79,7 @@ impl Source {
     /// [`GpuError::NoLibrary`] without NVRTC, [`GpuError::Compile`] with the compiler's log.
     pub fn compile(self, arch: &str, constants: &[(&str, i64)]) -> Result<Vec<u8>, GpuError> {
         let (file, text) = self.file();
+        let shared = self.shared();
         // SAFETY: loads libnvrtc if it is there.
         if !unsafe { nvrtc::is_culib_present() } {
             return Err(GpuError::NoLibrary { library: "libnvrtc.so" });
@@ -61,7 +90,8 @@ impl Source {
             "-default-device".to_owned(),
         ];
         options.extend(constants.iter().map(|(name, value)| format!("-D{name}={value}")));
-        Program::new(file, &format!("{PRELUDE}\n#line 1 \"{file}\"\n{text}"))?.compile(file, &options)
+        Program::new(file, &format!("{PRELUDE}\n{shared}\n#line 1 \"{file}\"\n{text}"))?
+            .compile(file, &options)
     }
 }
 
@@ -129,6 +159,11 @@ impl Kernel {
     pub fn prefer_shared_memory(&self) -> Result<(), GpuError> {
         let split = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         self.function.set_attribute(split, 100).map_err(GpuError::driver(self.name))
+    }
+
+    /// The same for launches with less shared memory than it is allowed.
+    pub(crate) fn with_shared_bytes(&self, bytes: usize) -> Self {
+        Self { shared_bytes: self.shared_bytes.min(bytes as u32), ..self.clone() }
     }
 
     pub(crate) fn function(&self) -> driver::CUfunction {

@@ -21,7 +21,7 @@ pub struct Launch<'a> {
 impl<'a> Launch<'a> {
     /// `grid` blocks of `threads` threads.
     pub fn new(kernel: &'a Kernel, grid: (u32, u32), threads: u32) -> Self {
-        let (arguments, regions) = (Vec::with_capacity(12), Vec::with_capacity(8));
+        let (arguments, regions) = (Vec::with_capacity(20), Vec::with_capacity(8));
         Self { kernel, grid, threads, overlap: false, opens_late: false, arguments, regions }
     }
 

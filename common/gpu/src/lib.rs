@@ -25,6 +25,7 @@ pub mod ops;
 pub mod random;
 pub mod reference;
 mod staging;
+mod tensor_map;
 
 pub use anchor::Anchor;
 pub use device::{Completion, Device, Stream};
@@ -34,3 +35,4 @@ pub use kernels::{Kernel, Module, Source};
 pub use launch::Launch;
 pub use memory::{Element, HostWords, Region};
 pub use staging::Staging;
+pub use tensor_map::{MapShape, TensorMap};

@@ -31,9 +31,12 @@ fn every_kernel_file_compiles_for_hopper() {
         ("TRACE", 1),
     ];
     let mla = [("LATENT", 512), ("ROPE", 64), ("BLOCK_SIZE", 16), ("STAGES", 5), ("VARIANT", 0)];
+    let product =
+        [("WIDTH", 1408), ("FEATURES", 2048), ("GATED", 0), ("EXPERTS", 64), ("TOP_K", 6), ("SHARED", 2)];
     for source in Source::ALL {
         let constants: &[_] = match source {
-            Source::Moe => &moe,
+            Source::Moe | Source::MoeMany => &moe,
+            Source::MoeProduct => &product,
             Source::Mla => &mla,
             Source::Gqa => &[("DIM", 128), ("GROUP", 8), ("BLOCK_SIZE", 16), ("STAGES", 3)],
             _ => &[],

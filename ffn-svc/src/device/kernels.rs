@@ -28,6 +28,8 @@ pub struct DeviceFfn {
     output: MoeOutput,
     hidden: usize,
     layers: Vec<(MoeShape, MoeWeights)>,
+    /// Of each layer what every row needs: the shared experts' gates and ups.
+    sure: Vec<Region>,
     compiled: HashMap<(MoeShape, usize), Moe>,
     /// By class.
     prepared: [bool; CLASSES.len()],
@@ -51,10 +53,17 @@ impl DeviceFfn {
                     first_expert: routed.map_or(0, |routed| routed.local.start),
                     num_here: stack.num_here(),
                     scale: routed.map_or(1.0, |routed| routed.scale),
+                    ahead: Vec::new(),
                 };
                 Ok((stack.shape, weights))
             })
             .collect::<Result<Vec<_>, FfnModelError>>()?;
+        let shared = |weights: &Region, stack: &Stack| {
+            let each = weights.len() / (stack.num_here() + stack.shape.num_shared).max(1);
+            weights.part(each * stack.num_here()..weights.len())
+        };
+        let sure = layers.iter().zip(stacks).map(|((_, weights), stack)| shared(&weights.gate_up, stack));
+        let sure = sure.collect::<Result<_, GpuError>>()?;
         let output = if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 };
         let hidden = stacks.first().map_or(0, |stack| stack.shape.hidden);
         Ok(Self {
@@ -62,9 +71,14 @@ impl DeviceFfn {
             output,
             hidden,
             layers,
+            sure,
             compiled: HashMap::new(),
             prepared: [false; CLASSES.len()],
         })
+    }
+
+    pub(super) fn layers(&self) -> &[(MoeShape, MoeWeights)] {
+        &self.layers
     }
 
     /// Bytes of a row that comes in: bf16.
@@ -78,6 +92,35 @@ impl DeviceFfn {
             MoeOutput::Bf16 => self.hidden * 2,
             MoeOutput::F32 => self.hidden * 4,
         }
+    }
+
+    /// From now on every layer asks for what the next one needs whatever its rows are: where the device waits for rows between
+    /// two layers.
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`], which would be a fault of ours.
+    pub fn fetch_ahead(&mut self) -> Result<(), GpuError> {
+        let count = self.layers.len();
+        for layer in 0..count {
+            // The last layer's next is the next step's first.
+            let next = (layer + 1) % count;
+            let (shape, weights) = &self.layers[next];
+            if weights.num_here == 0 {
+                // A dense layer reads all of it, more than fits.
+                continue;
+            }
+            let each = weights.down.len() / (weights.num_here + shape.num_shared);
+            let down = weights.down.part(each * weights.num_here..weights.down.len())?;
+            let ahead = weights.router.iter().cloned().chain([self.sure[next].clone(), down]).collect();
+            self.layers[layer].1.ahead = ahead;
+        }
+        Ok(())
+    }
+
+    /// What every row of the layer needs, and is worth fetching ahead: its shared experts' gates and ups.
+    pub fn sure_to_be_read(&self, layer: LayerIdx) -> Option<&Region> {
+        let (_, weights) = self.layers.get(usize::from(layer.0))?;
+        self.sure.get(usize::from(layer.0)).filter(|_| weights.num_here > 0)
     }
 
     /// Compiles what calls of `padded_rows` need, if that was not done: about a second. Not inside a capture, nor while

@@ -1,13 +1,14 @@
 //! The FFN of every layer on a GPU, in one copy of the weights and two ways to compute with them.
 //!
 //! [`DeviceModel`] is the whole: it loads this shard's part of every layer onto the device and answers rows of any number
-//! by libtorch, eagerly ([`DeviceModel::forward`]). Where dtype, shapes and router allow it ([`Unsupported`] says why
+//! eagerly, by libtorch and, on a GPU, kernels between its products ([`DeviceModel::forward`]). Where dtype, shapes and router allow it ([`Unsupported`] says why
 //! not), its weights are stacked as the kernels of [`afd_gpu::ops::Moe`] want them, and [`DeviceFfn`] enqueues a layer for
 //! the few rows of a decode step: nothing is allocated and the host waits for nothing, so a graph can hold it.
 //!
 //! On a hop's path this stands where [`crate::model`] does on the CPU. In reading order: `stack` (how a layer is cut and
-//! loaded), `eager`, `kernels`; then [`DeviceStage`], the engine's view of it all, with `channels` (links that a stream
-//! drives), `graphs` (their steps, captured) and `marks` (their times, when asked for). Nothing here knows sessions.
+//! loaded), `eager` (by libtorch alone), `prompts` (many rows on a GPU), `kernels` (few); then [`DeviceStage`], the engine's
+//! view of it all, with `channels` (links that a stream drives), `graphs` (their steps, captured) and `marks` (their times,
+//! when asked for). Nothing here knows sessions.
 use std::sync::Arc;
 
 use afd_common::config::model::ModelConfig;
@@ -15,7 +16,7 @@ use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
-use afd_gpu::Device;
+use afd_gpu::{Device, GpuError, Region, Stream};
 use tch::{Kind, Tensor};
 
 mod channels;
@@ -23,6 +24,7 @@ mod eager;
 mod graphs;
 mod kernels;
 mod marks;
+mod prompts;
 mod stack;
 mod stage;
 #[cfg(test)]
@@ -31,7 +33,8 @@ mod tests;
 pub use kernels::DeviceFfn;
 pub use stage::DeviceStage;
 
-use crate::model::{ExpertCounts, FfnModel, FfnModelError, LayerSpec, Side};
+use crate::model::{At, ExpertCounts, FfnModel, FfnModelError, LayerSpec, Side};
+use prompts::Prompts;
 use stack::Stack;
 
 /// Why the kernels cannot serve a model: it is served by libtorch alone, step by step.
@@ -53,8 +56,12 @@ pub struct DeviceModel {
 
 #[derive(Debug)]
 enum Body {
-    /// Experts of a layer in one tensor; kernels where there is a GPU.
-    Stacked { layers: Vec<Stack>, kernels: Result<Box<DeviceFfn>, Unsupported> },
+    /// Experts of a layer in one tensor; kernels where there is a GPU, those for prompts once it is known on which stream.
+    Stacked {
+        layers: Vec<Stack>,
+        kernels: Result<Box<DeviceFfn>, Unsupported>,
+        prompts: Option<Box<Prompts>>,
+    },
     /// As on the CPU.
     Plain { model: Box<FfnModel>, why: Unsupported },
 }
@@ -107,7 +114,7 @@ impl DeviceModel {
                     None => Err(Unsupported("the weights are not on a GPU".into())),
                 };
                 let counts = Arc::new(ExpertCounts::new(&specs));
-                (Body::Stacked { layers, kernels }, specs, counts)
+                (Body::Stacked { layers, kernels, prompts: None }, specs, counts)
             }
         };
         if let Some(device) = device {
@@ -118,6 +125,18 @@ impl DeviceModel {
         Ok(Self { body, hidden_size: config.hidden_size, kind, out_kind, shard, specs, counts })
     }
 
+    /// From now on [`forward`](Self::forward) runs on `stream`, which is then libtorch's current one wherever it is called:
+    /// kernels take the place of most operations. Nothing changes without a GPU. Compiles for some seconds.
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub fn run_on(&mut self, stream: &Arc<Stream>) -> Result<(), GpuError> {
+        if let Body::Stacked { layers, kernels: Ok(kernels), prompts } = &mut self.body {
+            *prompts = Some(Box::new(Prompts::new(stream, layers, kernels.layers(), self.shard)?));
+        }
+        Ok(())
+    }
+
     /// One layer's FFN on `hidden`, `[rows, hidden]` on the weights' device, on libtorch's current stream: this shard's
     /// partial sum, `[rows, hidden]` of [`out_kind`](Self::out_kind). Zero rows are legal.
     ///
@@ -126,7 +145,7 @@ impl DeviceModel {
     pub fn forward(&self, layer: LayerIdx, hidden: &Tensor, side: &Side) -> Result<Tensor, FfnModelError> {
         match &self.body {
             Body::Plain { model, .. } => model.forward(layer, hidden, side),
-            Body::Stacked { layers, .. } => {
+            Body::Stacked { layers, prompts, .. } => {
                 let Some(stack) = layers.get(usize::from(layer.0)) else {
                     return Err(FfnModelError::UnknownLayer { layer, count: layers.len() });
                 };
@@ -135,8 +154,29 @@ impl DeviceModel {
                     let expected = format!("[rows, {}] {:?}", self.hidden_size, self.kind);
                     return Err(FfnModelError::Rows { layer, expected, found: format!("{size:?} {kind:?}") });
                 }
-                eager::forward(stack, layer, hidden, side, self.out_kind)
+                match prompts.as_ref().filter(|prompts| prompts.take(stack, hidden, side)) {
+                    Some(prompts) => {
+                        let out = Tensor::f_empty(&size, (self.out_kind, hidden.device()));
+                        let out = out.at(layer, "result")?;
+                        prompts.forward(stack, layer, hidden, &prompts.region(&out)?)?;
+                        Ok(out)
+                    }
+                    None => eager::forward(stack, layer, hidden, side, self.out_kind),
+                }
             }
+        }
+    }
+
+    /// The same, enqueued so that the result is written to `out`, which may be another device's memory. `false` where there is
+    /// no way: nothing was done then.
+    ///
+    /// # Errors
+    /// As for [`forward`](Self::forward).
+    pub fn forward_to(&self, layer: LayerIdx, hidden: &Tensor, out: &Region) -> Result<bool, FfnModelError> {
+        let Body::Stacked { layers, prompts: Some(prompts), .. } = &self.body else { return Ok(false) };
+        match layers.get(usize::from(layer.0)).filter(|stack| prompts.take(stack, hidden, &Side::None)) {
+            Some(stack) => prompts.forward(stack, layer, hidden, out).map(|()| true),
+            None => Ok(false),
         }
     }
 
@@ -151,6 +191,14 @@ impl DeviceModel {
                 Ok(kernels) => Ok(kernels),
                 Err(why) => Err(why),
             },
+        }
+    }
+
+    /// The same, to look at.
+    pub fn kernels_ref(&self) -> Option<&DeviceFfn> {
+        match &self.body {
+            Body::Plain { .. } => None,
+            Body::Stacked { kernels, .. } => kernels.as_deref().ok(),
         }
     }
 

@@ -403,6 +403,22 @@ fn log_probabilities_of_prompt_and_output_come_when_asked_for() {
 }
 
 #[test]
+fn log_probabilities_of_the_prompt_alone_are_told_before_its_first_token() {
+    let setup = start(config());
+    for len in 2..8 {
+        let prompt: Vec<u32> = (0..len).collect();
+        let (mut request, mut events) = request(&prompt, 1);
+        request.prompt_logprobs = Some(0);
+        setup.handle.submit(request).unwrap();
+        let Some(SequenceEvent::PromptLogprobs(told)) = events.blocking_recv() else { panic!("{len}") };
+        assert!(told.len() == prompt.len() && told[1..].iter().all(Option::is_some), "{len}: {told:?}");
+        let Some(SequenceEvent::Token(token)) = events.blocking_recv() else { panic!("{len}") };
+        assert_eq!(token.id, reference(&prompt, 1)[0]);
+    }
+    stop(setup);
+}
+
+#[test]
 fn sizes_that_cannot_work_are_refused_by_name() {
     let refused = |config: EngineConfig| config.check().unwrap_err().option;
     assert_eq!(refused(EngineConfig { max_num_batched_tokens: 7, ..config() }), "--max-num-batched-tokens");

@@ -1,4 +1,5 @@
 //! Row-wise steps of a decoder layer: embedding, norms, rope and cache write, argmax.
+use super::Ahead;
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
 
 /// The kernels of `rows.cu`.
@@ -27,6 +28,8 @@ pub struct NormRows<'a> {
     pub hidden: usize,
     /// Added to the mean of the squares.
     pub epsilon: f32,
+    /// Fetched beside it, by [`Rows::rms_norm`] alone.
+    pub ahead: Ahead<'a>,
 }
 
 impl NormRows<'_> {
@@ -41,8 +44,8 @@ impl NormRows<'_> {
         Ok(())
     }
 
-    fn launch<'k>(&self, kernel: &'k Kernel) -> Launch<'k> {
-        Launch::new(kernel, (self.rows as u32, 1), (self.hidden / 8) as u32).overlap(true)
+    fn launch<'k>(&self, kernel: &'k Kernel, more_blocks: u32) -> Launch<'k> {
+        Launch::new(kernel, (self.rows as u32 + more_blocks, 1), (self.hidden / 8) as u32).overlap(true)
     }
 }
 
@@ -76,8 +79,8 @@ pub struct MlaWrite<'a> {
     pub stride: usize,
     /// `[latent]` bf16
     pub latent_norm: &'a Region,
-    /// `[rows, heads, latent + rope]` bf16, of which the rope parts are written.
-    pub query: &'a Region,
+    /// Where the turned rope parts of the queries go.
+    pub query: MlaQueries<'a>,
     /// `[blocks, block_size, latent + rope]` bf16
     pub cache: &'a Region,
     /// Elements of the latent.
@@ -92,6 +95,17 @@ pub struct MlaWrite<'a> {
     pub interleaved: bool,
     /// The norm's.
     pub epsilon: f32,
+    /// Fetched beside it.
+    pub ahead: Ahead<'a>,
+}
+
+/// Queries of latent attention, whose rope parts [`Rows::mla_write`] turns.
+#[derive(Clone, Copy, Debug)]
+pub enum MlaQueries<'a> {
+    /// To the ends of rows `[rows, heads, latent + rope]` bf16, whose beginnings are the absorbed queries' business.
+    Absorbed(&'a Region),
+    /// Where they are, in the projected rows.
+    InPlace,
 }
 
 /// Sizes and operands of [`Rows::gqa_write`].
@@ -122,7 +136,12 @@ impl Rows {
     /// As [`Module::load`].
     pub fn new(device: &Device) -> Result<Self, GpuError> {
         let module = Module::load(device, Source::Rows, &[])?;
-        let kernel = |name| module.kernel(name, 0);
+        let kernel = |name| {
+            let kernel = module.kernel(name, 0)?;
+            // One split for all that overlap.
+            kernel.prefer_shared_memory()?;
+            Ok::<_, GpuError>(kernel)
+        };
         Ok(Self {
             rms_norm: kernel("rms_norm")?,
             rms_norm_parts: kernel("rms_norm_parts")?,
@@ -147,8 +166,13 @@ impl Rows {
         if let Some(delta) = delta {
             delta.expect("what is added", norm.rows * norm.hidden * 2)?;
         }
-        let launch = norm.launch(&self.rms_norm).maybe(delta).region(norm.residual).region(norm.weight);
-        let launch = launch.region(norm.out).size(norm.hidden)?.f32(norm.epsilon);
+        let launch = norm
+            .launch(&self.rms_norm, norm.ahead.blocks(norm.hidden / 8))
+            .maybe(delta)
+            .region(norm.residual)
+            .region(norm.weight);
+        let launch = launch.region(norm.out).size(norm.hidden)?.f32(norm.epsilon).size(norm.rows)?;
+        let launch = norm.ahead.arguments(launch)?;
         // SAFETY: rms_norm's arguments; sizes were checked.
         unsafe { launch.enqueue(stream) }
     }
@@ -171,7 +195,7 @@ impl Rows {
             part.expect("partial sum", norm.rows * norm.hidden * 4)?;
             stream.keep(part);
         }
-        let launch = norm.launch(&self.rms_norm_parts).region(addresses).size(parts.len())?;
+        let launch = norm.launch(&self.rms_norm_parts, 0).region(addresses).size(parts.len())?;
         let launch = launch.region(norm.residual).region(norm.weight).region(norm.out);
         // SAFETY: rms_norm_parts' arguments; sizes were checked; the addresses are the caller's, of the parts it gave.
         unsafe { launch.size(norm.hidden)?.f32(norm.epsilon).enqueue(stream) }
@@ -192,7 +216,7 @@ impl Rows {
         norm.check()?;
         ids.expect("token ids", norm.rows * 4)?;
         table.expect("embedding", vocab * norm.hidden * 2)?;
-        let launch = norm.launch(&self.embed_norm).region(ids).region(table).region(norm.residual);
+        let launch = norm.launch(&self.embed_norm, 0).region(ids).region(table).region(norm.residual);
         let launch = launch.region(norm.weight).region(norm.out).size(vocab)?.size(norm.hidden)?;
         // SAFETY: embed_norm's arguments; sizes were checked; ids are kept inside the table by the kernel.
         unsafe { launch.f32(norm.epsilon).enqueue(stream) }
@@ -223,15 +247,25 @@ impl Rows {
         rows.check()?;
         write.projected.expect("projected rows", ((rows.rows - 1) * stride + projected) * 2)?;
         write.latent_norm.expect("latent norm", latent * 2)?;
-        write.query.expect("queries", rows.rows * heads * (latent + rope) * 2)?;
-        let grid = (rows.rows as u32, 1 + heads.div_ceil(4) as u32);
+        let (query, query_row, query_head, query_at) = match write.query {
+            MlaQueries::Absorbed(query) => (query, heads * (latent + rope), latent + rope, latent),
+            MlaQueries::InPlace => (write.projected, stride, nope + rope, nope),
+        };
+        if matches!(write.query, MlaQueries::Absorbed(_)) {
+            query.expect("queries", rows.rows * query_row * 2)?;
+        }
+        let parts = 1 + heads.div_ceil(4);
+        let grid = (rows.rows as u32 + write.ahead.blocks(parts * 128), parts as u32);
         let launch = Launch::new(&self.mla_write, grid, 128).overlap(true);
-        let launch = launch.region(write.projected).region(write.latent_norm).region(write.query);
+        let launch = launch.region(write.projected).region(write.latent_norm).region(query);
         let launch =
             launch.region(rows.cos_sin).region(rows.positions).region(rows.slots).region(write.cache);
-        let launch = launch.size(stride)?.size(latent)?.size(nope)?.size(rope)?.size(heads)?;
+        let launch = launch.size(stride)?.size(query_row)?.size(query_head)?.size(query_at)?;
+        let launch = launch.size(latent)?.size(nope)?.size(rope)?.size(heads)?;
+        let launch = launch.u32(u32::from(write.interleaved)).f32(write.epsilon).size(rows.rows)?;
+        let launch = write.ahead.arguments(launch)?;
         // SAFETY: mla_write's arguments; sizes were checked; slots and positions are the caller's.
-        unsafe { launch.u32(u32::from(write.interleaved)).f32(write.epsilon).enqueue(stream) }
+        unsafe { launch.enqueue(stream) }
     }
 
     /// Norms (where there are norms) and turns queries and keys, and writes keys and values into the cache.

@@ -9,7 +9,7 @@ use half::bf16;
 use afd_gpu::channel::contract::Side;
 use afd_gpu::channel::{DeviceChannel, Form, Frame, Identity, StepChannel, StepError, StepLimits};
 use afd_gpu::nccl::Communicator;
-use afd_gpu::ops::{NormRows, Rows};
+use afd_gpu::ops::{Ahead, NormRows, Rows};
 use afd_gpu::random::Random;
 use afd_gpu::{Device, Graph, Region, Stream};
 
@@ -151,7 +151,8 @@ impl Bench<'_> {
     }
 
     fn rows<'a>(&'a self, residual: &'a Region, out: &'a Region, rows: usize) -> NormRows<'a> {
-        NormRows { residual, weight: &self.weight, out, rows, hidden: HIDDEN, epsilon: 1e-6 }
+        let ahead = Ahead::default();
+        NormRows { residual, weight: &self.weight, out, rows, hidden: HIDDEN, epsilon: 1e-6, ahead }
     }
 
     fn norm(

@@ -1,7 +1,8 @@
 //! Attention of a decoder layer, operation by operation and as a whole: each in a graph over as many layers as the model has,
 //! every layer with weights and a cache of its own, so that nothing is warm that would not be in use.
 use afd_gpu::ops::{
-    Blas, Gemm, GemmShape, Mla, MlaShape, MlaStep, MlaWrite, NormRows, RowPlaces, Rows, WeightOrder,
+    Ahead, Blas, FewProducts, GemmShape, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows, Product,
+    RowPlaces, Rows,
 };
 use afd_gpu::random::Random;
 use afd_gpu::{Device, GpuError, Region, Stream};
@@ -85,11 +86,11 @@ struct Bench {
     rows_ops: Rows,
     mla: Mla,
     step: MlaStep,
-    projection: Gemm,
-    keys: Gemm,
-    values: Gemm,
-    out: Gemm,
-    head: Gemm,
+    projection: Product,
+    keys: Product,
+    values: Product,
+    out: Product,
+    head: Product,
     layers: Vec<Weights>,
     head_weight: Region,
     residual: Region,
@@ -109,7 +110,8 @@ struct Bench {
 impl Bench {
     fn new(device: &Device, rows: usize) -> Result<Self> {
         let stream = device.stream()?;
-        let (random, blas) = (Random::new(device)?, Blas::new(device)?);
+        let (random, blas, few) = (Random::new(device)?, Blas::new(device)?, FewProducts::new(device)?);
+        let product = |shape| Product::new(&blas, &few, shape);
         let mut seed = 0;
         let mut filled = |elements: usize, scale: f32| -> Result<Region> {
             let region = Region::alloc(device, elements * 2)?;
@@ -124,7 +126,7 @@ impl Bench {
                 Ok(Weights {
                     norm: filled(HIDDEN, 1.0)?,
                     projection: filled(HIDDEN * PROJECTED, 0.03)?,
-                    up_values: up.part(NOPE * LATENT * 2..up.len())?,
+                    up_values: up.part(HEADS * NOPE * LATENT * 2..up.len())?,
                     up,
                     out: filled(HEADS * VALUE * HIDDEN, 0.03)?,
                     cache: filled(rows * max_blocks * BLOCK * (LATENT + ROPE), 1.0)?,
@@ -153,35 +155,27 @@ impl Bench {
             rows_ops: Rows::new(device)?,
             mla,
             step,
-            projection: Gemm::new(&blas, GemmShape::linear(rows, HIDDEN, PROJECTED))?,
-            keys: Gemm::new(
-                &blas,
-                GemmShape {
-                    order: WeightOrder::InOut,
-                    batch: HEADS,
-                    x_stride: PROJECTED,
-                    x_batch: NOPE + ROPE,
-                    weight_stride: LATENT,
-                    weight_batch: (NOPE + VALUE) * LATENT,
-                    out_stride: HEADS * (LATENT + ROPE),
-                    out_batch: LATENT + ROPE,
-                    ..GemmShape::linear(rows, NOPE, LATENT)
-                },
-            )?,
-            values: Gemm::new(
-                &blas,
-                GemmShape {
-                    batch: HEADS,
-                    x_stride: HEADS * LATENT,
-                    x_batch: LATENT,
-                    weight_batch: (NOPE + VALUE) * LATENT,
-                    out_stride: HEADS * VALUE,
-                    out_batch: VALUE,
-                    ..GemmShape::linear(rows, LATENT, VALUE)
-                },
-            )?,
-            out: Gemm::new(&blas, GemmShape::linear(rows, HEADS * VALUE, HIDDEN))?,
-            head: Gemm::new(&blas, GemmShape::linear(rows, HIDDEN, VOCAB))?,
+            projection: product(GemmShape::linear(rows, HIDDEN, PROJECTED))?,
+            keys: product(GemmShape {
+                batch: HEADS,
+                x_stride: PROJECTED,
+                x_batch: NOPE + ROPE,
+                weight_batch: NOPE * LATENT,
+                out_stride: HEADS * (LATENT + ROPE),
+                out_batch: LATENT + ROPE,
+                ..GemmShape::linear(rows, NOPE, LATENT)
+            })?,
+            values: product(GemmShape {
+                batch: HEADS,
+                x_stride: HEADS * LATENT,
+                x_batch: LATENT,
+                weight_batch: VALUE * LATENT,
+                out_stride: HEADS * VALUE,
+                out_batch: VALUE,
+                ..GemmShape::linear(rows, LATENT, VALUE)
+            })?,
+            out: product(GemmShape::linear(rows, HEADS * VALUE, HIDDEN))?,
+            head: product(GemmShape::linear(rows, HIDDEN, VOCAB))?,
             layers,
             head_weight,
             residual,
@@ -220,6 +214,7 @@ impl Bench {
             rows: self.rows,
             hidden: HIDDEN,
             epsilon: 1e-6,
+            ahead: Ahead::default(),
         };
         self.rows_ops.rms_norm(&self.stream, Some(&self.delta), &norm)
     }
@@ -239,7 +234,7 @@ impl Bench {
             projected: &self.projected,
             stride: PROJECTED,
             latent_norm: &self.layers[layer].norm,
-            query: &self.query,
+            query: MlaQueries::Absorbed(&self.query),
             cache: &self.layers[layer].cache,
             latent: LATENT,
             nope: NOPE,
@@ -247,6 +242,8 @@ impl Bench {
             heads: HEADS,
             interleaved: true,
             epsilon: 1e-6,
+            // As a decode step does.
+            ahead: Ahead::of([&self.layers[layer].up, &self.layers[layer].out]),
         };
         self.rows_ops.mla_write(&self.stream, &places, &write)
     }

@@ -96,7 +96,7 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         let route = each(&|layer, x| moe.route(&stream, layer, x, rows, None))?;
         let up = each(&|layer, x| moe.gate_up(&stream, layer, x, rows))?;
         let down = each(&|layer, _| moe.down(&stream, layer, rows))?;
-        let combine = each(&|_, _| moe.combine(&stream, rows, None, &out))?;
+        let combine = each(&|layer, _| moe.combine(&stream, layer, rows, None, &out))?;
         let per_layer = |t: f64| us(t / LAYERS as f64);
         let wish = |t: f64| if t == 0.0 { "-".to_owned() } else { format!("{t:.0}") };
         table.row([
@@ -217,6 +217,7 @@ fn weights(device: &Device, stream: &Stream, random: &Random, layer: usize) -> R
         first_expert: 0,
         num_here: num_experts,
         scale: 1.0,
+        ahead: Vec::new(),
     })
 }
 

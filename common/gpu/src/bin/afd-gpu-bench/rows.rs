@@ -1,7 +1,7 @@
 //! Row-wise kernels: checked against the reference, then timed in a graph.
 use half::bf16;
 
-use afd_gpu::ops::{MlaWrite, NormRows, RowPlaces, Rows};
+use afd_gpu::ops::{Ahead, MlaQueries, MlaWrite, NormRows, RowPlaces, Rows};
 use afd_gpu::random::{Random, uniform};
 use afd_gpu::reference::{self, relative_error};
 use afd_gpu::{Device, Region};
@@ -25,8 +25,16 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         random.fill(&stream, &delta, 11, 1.0)?;
         random.fill(&stream, &residual, 12, 1.0)?;
         random.fill(&stream, &weight, 13, 1.0)?;
-        let norm =
-            NormRows { residual: &residual, weight: &weight, out: &out, rows, hidden: HIDDEN, epsilon: 1e-6 };
+        let ahead = Ahead::default();
+        let norm = NormRows {
+            residual: &residual,
+            weight: &weight,
+            out: &out,
+            rows,
+            hidden: HIDDEN,
+            epsilon: 1e-6,
+            ahead,
+        };
         rows_ops.rms_norm(&stream, Some(&delta), &norm)?;
         let weights = weight.read::<bf16>()?;
         let wanted = (0..rows).flat_map(|r| {
@@ -89,7 +97,7 @@ fn mla_write(device: &Device, ops: &Rows, random: &Random, rows: usize, table: &
         projected: &projected,
         stride: STRIDE,
         latent_norm: &norm,
-        query: &query,
+        query: MlaQueries::Absorbed(&query),
         cache: &cache,
         latent: LATENT,
         nope: NOPE,
@@ -97,6 +105,8 @@ fn mla_write(device: &Device, ops: &Rows, random: &Random, rows: usize, table: &
         heads: HEADS,
         interleaved: true,
         epsilon: 1e-6,
+        // Beside rows that are checked, to see that it harms none.
+        ahead: Ahead::of([&cache]),
     };
     ops.mla_write(&stream, &places, &write)?;
     let (before, turned, cached) = (projected.read::<bf16>()?, query.read::<bf16>()?, cache.read::<bf16>()?);

@@ -1,67 +1,9 @@
 //! A mixture-of-experts layer for few rows: four kernels that overlap at their ends. A dense MLP is one without routed
 //! experts, cut into shared ones.
+use super::super::Ahead;
+use super::plan::Plan;
+use super::{MoeOutput, MoeShape};
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
-
-/// Dimensions of a layer and how its router chooses: the best `top_k` scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct MoeShape {
-    /// Elements of a row.
-    pub hidden: usize,
-    /// Inner size of one expert.
-    pub intermediate: usize,
-    /// Routed experts of the whole layer; none in a dense one, which has shared ones only.
-    pub num_experts: usize,
-    /// Routed experts that each row goes to.
-    pub top_k: usize,
-    /// Shared experts of the same inner size, stored behind the routed ones. A shared expert of twice the size is two:
-    /// its gate and up rows, and its down columns, cut in halves.
-    pub num_shared: usize,
-    /// From logits to scores.
-    pub scoring: MoeScoring,
-    /// Whether the chosen weights are scaled to sum to one.
-    pub normalize: bool,
-    /// Whether logits are rounded to bf16, as a model does whose router computes in its own dtype.
-    pub round_logits: bool,
-}
-
-/// From router logits to scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MoeScoring {
-    /// Softmax over all experts.
-    Softmax,
-    /// Sigmoid of each; [`MoeWeights::bias`] has a say in the choice, none in the weight.
-    Sigmoid,
-}
-
-impl MoeShape {
-    /// How a dense MLP of this inner size is cut into equal shared experts that the kernels can take: how many, and the
-    /// size of each; what they have more in all is to be filled with zeros. `None` when there is no way.
-    pub fn cut(hidden: usize, intermediate: usize) -> Option<(usize, usize)> {
-        const ROWS: [usize; 3] = [1, 9, 17];
-        // Of a large call, whose parts of the sum are written and read again, f32.
-        const PARTS_ROWS: usize = 128;
-        let fits = |width: usize, most: usize, stages: usize| {
-            let ring = |rows: usize| Ring::of(width, Moe::row_class(rows), most, 12);
-            ROWS.iter().all(|&rows| ring(rows).is_ok_and(|ring| ring.stages >= stages))
-        };
-        fits(hidden, 8, 2).then_some(())?;
-        let cuts = (1..=32).filter_map(|count| {
-            let least = intermediate.div_ceil(count).next_multiple_of(32);
-            let size = (least..=least + 512).step_by(32).find(|&size| fits(size, 12, 3))?;
-            Some((count, size))
-        });
-        cuts.min_by_key(|&(count, size)| count * (size * 3 * 2 + PARTS_ROWS * 2 * 4))
-    }
-}
-
-/// What the combined rows are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MoeOutput {
-    /// Rounded: the whole layer's result.
-    Bf16,
-    /// Partial sums of one of several shards.
-    F32,
-}
 
 /// Weights of a layer, bf16 unless it is said.
 #[derive(Clone, Debug)]
@@ -80,6 +22,9 @@ pub struct MoeWeights {
     pub num_here: usize,
     /// Factor on every routed weight.
     pub scale: f32,
+    /// At most three regions, fetched into the second-level cache by the layer's last kernel: what the device will read next
+    /// whatever comes. Empty where other work follows at once.
+    pub ahead: Vec<Region>,
 }
 
 /// What the benchmark turns; the defaults are the best it found.
@@ -126,9 +71,6 @@ pub struct Moe {
 /// Of four kernels, up to 256 blocks and up to four times each, at the routing's end.
 const TRACE_BYTES: usize = 4 * 256 * 4 * 8;
 
-/// Most shared memory of a block of one that has a multiprocessor for itself.
-const SHARED_BYTES: usize = 227 << 10;
-
 impl Moe {
     /// Most rows of a call.
     pub const MAX_ROWS: usize = 256;
@@ -165,16 +107,7 @@ impl Moe {
     ) -> Result<Self, GpuError> {
         let plan = Plan::of(&shape, max_rows)?;
         let constants = [
-            ("HIDDEN", shape.hidden as i64),
-            ("INTER", shape.intermediate as i64),
-            ("EXPERTS", shape.num_experts as i64),
-            ("TOP_K", shape.top_k as i64),
-            ("SHARED", shape.num_shared as i64),
-            ("SIGMOID", i64::from(shape.scoring == MoeScoring::Sigmoid)),
-            ("NORMALIZE", i64::from(shape.normalize)),
-            ("ROUND_LOGITS", i64::from(shape.round_logits)),
             ("MAX_ROWS", Self::MAX_ROWS as i64),
-            ("OUT_F32", i64::from(output == MoeOutput::F32)),
             ("NT", plan.row_tiles as i64),
             ("WARPS_UP", plan.up.warps as i64),
             ("WARPS_DOWN", plan.down.warps as i64),
@@ -185,6 +118,7 @@ impl Moe {
             ("STATIC_PERCENT", i64::from(tuning.static_percent)),
             ("TRACE", i64::from(tuning.trace)),
         ];
+        let constants = [&shape.constants(output)[..], &constants].concat();
         let module = Module::load(device, Source::Moe, &constants)?;
         let choices = shape.top_k + shape.num_shared;
         let routing_ints = 8
@@ -252,7 +186,7 @@ impl Moe {
         self.route(stream, weights, x, rows, num_rows)?;
         self.gate_up(stream, weights, x, rows)?;
         self.down(stream, weights, rows)?;
-        self.combine(stream, rows, num_rows, out)
+        self.combine(stream, weights, rows, num_rows, out)
     }
 
     /// The first part of [`enqueue`](Self::enqueue): which rows go to which expert.
@@ -340,16 +274,18 @@ impl Moe {
     pub fn combine(
         &self,
         stream: &Stream,
+        weights: &MoeWeights,
         rows: usize,
         num_rows: Option<&Region>,
         out: &Region,
     ) -> Result<(), GpuError> {
         let element = if self.output == MoeOutput::F32 { 4 } else { 2 };
         out.expect("result", rows * self.shape.hidden * element)?;
-        let grid = (rows as u32, (self.shape.hidden / 256) as u32);
+        let (ahead, parts) = (Ahead::of(&weights.ahead), self.shape.hidden / 256);
+        let grid = (rows as u32 + ahead.blocks(parts * 64), parts as u32);
         let launch = Launch::new(&self.combine, grid, 64).overlap(self.overlap);
         let launch = launch.region(&self.partial).region(&self.weights).region(out).maybe(num_rows);
-        let launch = launch.size(rows)?;
+        let launch = ahead.arguments(launch.size(rows)?)?;
         // SAFETY: moe_combine's arguments; sizes were checked above or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
@@ -367,129 +303,5 @@ impl Moe {
     /// Logits of the last call, `[max_rows, num_experts]` f32.
     pub fn logits(&self) -> &Region {
         &self.logits
-    }
-}
-
-/// How the kernels are cut for a shape.
-#[derive(Debug, PartialEq, Eq)]
-struct Plan {
-    row_tiles: usize,
-    up: Ring,
-    down: Ring,
-}
-
-/// Warps that share the inner dimension, tiles in flight, shared memory.
-#[derive(Debug, PartialEq, Eq)]
-struct Ring {
-    warps: usize,
-    stages: usize,
-    bytes: usize,
-}
-
-impl Plan {
-    fn of(shape: &MoeShape, max_rows: usize) -> Result<Self, GpuError> {
-        let refuse = |what: &str, value: usize| Err(GpuError::unsupported(format!("{what} {value}")));
-        if !shape.hidden.is_multiple_of(256) || shape.hidden > 8192 {
-            return refuse("hidden size", shape.hidden);
-        }
-        if !shape.intermediate.is_multiple_of(32) {
-            return refuse("intermediate size", shape.intermediate);
-        }
-        if !shape.num_experts.is_multiple_of(16) || shape.num_experts > 128 {
-            return refuse("experts", shape.num_experts);
-        }
-        if (shape.top_k == 0) != (shape.num_experts == 0) || shape.top_k > 32.min(shape.num_experts) {
-            return refuse("experts a row", shape.top_k);
-        }
-        if shape.top_k + shape.num_shared == 0 {
-            return refuse("experts", 0);
-        }
-        if max_rows == 0 || max_rows > Moe::MAX_ROWS {
-            return refuse("rows", max_rows);
-        }
-        let row_tiles = Moe::row_class(max_rows);
-        let up = Ring::of(shape.hidden, row_tiles, 8, 12)?;
-        let down = Ring::of(shape.intermediate, row_tiles, 12, 12)?;
-        Ok(Self { row_tiles, up, down })
-    }
-}
-
-impl Ring {
-    /// Threads of a block: one warp more to fetch; a whole warpgroup more where it gives its registers up (`moe.cu`).
-    fn threads(&self, row_tiles: usize) -> u32 {
-        let fetching = if self.warps == 8 && row_tiles == 4 { 4 } else { 1 };
-        (self.warps as u32 + fetching) * 32
-    }
-
-    /// The most warps up to `most` that divide `width` into chunks of 32, of which a warp holds at most 8 in registers.
-    fn of(width: usize, row_tiles: usize, most: usize, limit: usize) -> Result<Self, GpuError> {
-        // Each row tile's sum is one warp's work.
-        let divides = |warps: &usize| {
-            (width / 32).is_multiple_of(*warps) && width / 32 / warps <= 8 && *warps >= row_tiles
-        };
-        let warps = (1..=most).rev().find(divides).or_else(|| (most..=limit).find(divides));
-        let warps = warps.ok_or_else(|| GpuError::unsupported(format!("inner dimension {width}")))?;
-        let stage = 16 * (width * 2 + 64);
-        let reduction = warps * row_tiles * 512;
-        // Static shared memory takes up to 2 KiB. The kernel knows by the same sum whether the reduction has two buffers.
-        let room = SHARED_BYTES - 2048;
-        let stages = (room.saturating_sub(reduction) / stage).min(6);
-        if stages < 2 {
-            return Err(GpuError::unsupported(format!("inner dimension {width}")));
-        }
-        let buffers = if stages * stage + 2 * reduction <= room { 2 } else { 1 };
-        Ok(Self { warps, stages, bytes: stages * stage + buffers * reduction })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    pub(crate) const LITE: MoeShape = MoeShape {
-        hidden: 2048,
-        intermediate: 1408,
-        num_experts: 64,
-        top_k: 6,
-        num_shared: 2,
-        scoring: MoeScoring::Softmax,
-        normalize: false,
-        round_logits: false,
-    };
-
-    #[test]
-    fn known_shapes_keep_three_tiles_in_flight() {
-        for rows in [1, 16, 128] {
-            let plan = Plan::of(&LITE, rows).unwrap();
-            assert_eq!((plan.up.warps, plan.down.warps), (8, 11));
-            assert!(plan.up.stages >= 3 && plan.down.stages >= 3, "{plan:?}");
-            assert!(plan.up.bytes.max(plan.down.bytes) <= SHARED_BYTES - 2048, "{plan:?}");
-        }
-        let qwen = MoeShape { intermediate: 768, num_experts: 128, top_k: 8, num_shared: 0, ..LITE };
-        assert_eq!(Plan::of(&qwen, 64).unwrap().down.warps, 12);
-    }
-
-    #[test]
-    fn a_dense_mlp_is_shared_experts_alone_and_is_cut_so_that_little_is_padded() {
-        let dense = MoeShape { num_experts: 0, top_k: 0, num_shared: 8, ..LITE };
-        assert!(Plan::of(&dense, 64).is_ok());
-        assert_eq!(MoeShape::cut(2048, 10944), Some((7, 1568)));
-        assert_eq!(MoeShape::cut(2048, 1408), Some((1, 1408)));
-        assert_eq!(MoeShape::cut(2000, 1408), None);
-    }
-
-    #[test]
-    fn refuses_what_does_not_divide() {
-        for shape in [
-            MoeShape { hidden: 2000, ..LITE },
-            MoeShape { intermediate: 1400, ..LITE },
-            MoeShape { num_experts: 60, ..LITE },
-            MoeShape { intermediate: 64, ..LITE }, // two warps cannot add up four row tiles
-            MoeShape { top_k: 0, ..LITE },
-            MoeShape { num_experts: 0, top_k: 0, num_shared: 0, ..LITE },
-        ] {
-            assert!(matches!(Moe::check(&shape), Err(GpuError::Unsupported { .. })), "{shape:?}");
-        }
-        assert!(Plan::of(&LITE, 257).is_err());
     }
 }
