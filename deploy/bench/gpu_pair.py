@@ -358,7 +358,7 @@ def loss_exact(args, lines):
     expected = expected_of(args, name)
     running = Pair(args, "loss exact", [(tiny_ffn(args, name), "1")], tiny_attention(args, name), "cuda-ipc", listen)
     try:
-        until, answers = [time.time() + 60], []
+        until, answers, back = [time.time() + 60], [], []
 
         def ask(p):
             while time.time() < until[0]:
@@ -370,6 +370,7 @@ def loss_exact(args, lines):
                 killed = time.time()
                 running.ffns.append(Process("loss-exact-ffn-again", tiny_ffn(args, name), args.out, gpus="1", listen=listen))
                 running.ffns[-1].address(time.time() + 60)
+                back.append(time.time())
                 return killed
             finally:
                 until[0] = time.time() + 3
@@ -381,6 +382,9 @@ def loss_exact(args, lines):
         counted = metrics(running.address)["afd_ffn_losses_total"]
         good &= wrong == 0 and not errors and after > 0
         lines.append(f"  float32, FFN killed: {len(answers)} answers, {after} of them after the kill, {wrong} wrong; losses {counted} {errors or ''}")
+        later = [at for _, _, at in answers if back and at > back[0]]
+        if later:
+            lines.append(f"    a new FFN was there {back[0] - killed:.1f} s after the kill, the first answer {min(later) - back[0]:.1f} s later")
         asked = [lambda p=p: complete(running.address, name, p, len(p["generated_ids"])) for p in expected * 4]
         failed = together([lambda: kill_when_decoding(running, running.attention, 20), *asked])[1:]
         running.start_attention()

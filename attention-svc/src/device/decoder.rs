@@ -264,7 +264,9 @@ impl Decoder {
         for (index, &padded) in stages() {
             self.stages[index].rows.fetch(stream, padded)?;
         }
+        let end = stream.mark(false)?;
         meanwhile();
+        ffn.watch(&end, STEP_DEADLINE)?;
         let mut chosen = Vec::with_capacity(key.len());
         for (index, &padded) in stages() {
             chosen.push(self.stages[index].rows.chosen(padded, STEP_DEADLINE)?);

@@ -1,6 +1,8 @@
 //! The FFN of a layer, enqueued on attention's own stream, so that a captured graph can hold whole steps.
+use std::time::Duration;
+
 use afd_common::ids::{LayerIdx, StageIdx, StepId};
-use afd_gpu::{Region, Stream};
+use afd_gpu::{Completion, Region, Stream};
 
 use crate::engine::FfnLoss;
 
@@ -50,6 +52,15 @@ pub trait StreamFfn {
     /// [`FfnLoss`]; the step cannot run.
     fn settle(&mut self, _stream: &Stream) -> Result<(), FfnLoss> {
         Ok(())
+    }
+
+    /// Waits for a mark behind a step. Where a rank is known to be gone, what waits for it on the stream ends at once.
+    ///
+    /// # Errors
+    /// [`FfnLoss::Fatal`] after `deadline`, or when the device refuses.
+    fn watch(&mut self, mark: &Completion, deadline: Duration) -> Result<(), FfnLoss> {
+        let late = |error| FfnLoss::Fatal { what: format!("a decode step does not end: {error}") };
+        mark.wait(deadline).map_err(late)
     }
 
     /// Whether everything that has run so far got what it waited for.

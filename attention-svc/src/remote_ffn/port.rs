@@ -13,7 +13,7 @@ use afd_common::ids::{HopKey, StepId};
 use afd_common::link::{Doorbell, LinkError};
 use afd_common::placement::Placement;
 use afd_common::routing::{Routing, balanced_ids};
-use afd_gpu::Stream;
+use afd_gpu::{Completion, Stream};
 use crossbeam_channel::Receiver;
 use tch::{Device, TchError, Tensor};
 
@@ -544,6 +544,11 @@ impl StreamFfn for RemoteFfn {
 
     fn settle(&mut self, stream: &Stream) -> Result<(), FfnLoss> {
         self.streams()?.settle(stream)
+    }
+
+    fn watch(&mut self, mark: &Completion, deadline: Duration) -> Result<(), FfnLoss> {
+        let late = |error| FfnLoss::Fatal { what: format!("a decode step does not end: {error}") };
+        self.streams()?.watch(mark, deadline).map_err(late)
     }
 
     fn check(&mut self) -> Result<(), FfnLoss> {

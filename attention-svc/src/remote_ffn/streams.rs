@@ -10,7 +10,7 @@ use afd_common::proto::v1;
 use afd_common::proto::v1::steps_request::Message;
 use afd_ffi::cuda;
 use afd_gpu::channel::StepError;
-use afd_gpu::{Device, Region, Stream};
+use afd_gpu::{Completion, Device, GpuError, Region, Stream};
 use ffn_svc::device::DeviceFfn;
 use tch::{Kind, Tensor};
 
@@ -264,11 +264,33 @@ impl Streams {
     fn arrive(&mut self, stats: &FfnStats, now: Instant) -> Result<(), FfnLoss> {
         // Only one wait of a step is ever waited out: the others end with it.
         let mark = self.place.stream.mark(false);
-        let settled = mark.and_then(|mark| mark.wait(2 * self.place.patience + SLACK));
+        let settled = mark.and_then(|mark| self.watch(&mark, 2 * self.place.patience + SLACK));
         if let Err(error) = settled {
             return Err(FfnLoss::Fatal { what: format!("the step does not end: {error}") });
         }
         self.check(stats, now)
+    }
+
+    /// Waits for a mark on the stream. What waits there for a rank whose control task has ended is given up, once, instead of
+    /// being patient: a process that was killed closes its connections long before anybody's patience ends.
+    ///
+    /// # Errors
+    /// [`GpuError::Late`] after `deadline`, [`GpuError::Driver`].
+    pub(super) fn watch(&self, mark: &Completion, deadline: Duration) -> Result<(), GpuError> {
+        let begin = Instant::now();
+        let mut given_up = false;
+        while !mark.is_done()? {
+            if !given_up {
+                let gone = self.used().filter(|edge| edge.control.plans.is_closed());
+                given_up = gone.inspect(|edge| edge.link.channel.abort()).count() > 0;
+            }
+            let waited = begin.elapsed();
+            if waited > deadline {
+                return Err(GpuError::Late { what: "work on the stream", waited_ms: waited.as_millis() });
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 
     /// When the device was where in the last step, if that was wanted.
