@@ -28,10 +28,11 @@ MODEL = "deepseek-v2-lite"
 
 # label, link, more options of the attention rank
 LAYOUTS = {
-    "ipc": ("1A1F cuda-ipc", "cuda-ipc", ["--stages", "1"]),
+    "ipc": ("1A1F cuda-ipc", "cuda-ipc", []),
+    "ipc1": ("1A1F ipc, 1 stage", "cuda-ipc", ["--stages", "1"]),
     "ipc2": ("1A1F ipc, 2 stages", "cuda-ipc", ["--stages", "2"]),
     "eager": ("1A1F ipc, eager", "cuda-ipc", ["--stages", "1", "--graph-mode", "none"]),
-    "nccl": ("1A1F nccl", "nccl", ["--stages", "1"]),
+    "nccl": ("1A1F nccl", "nccl", []),
     # Nothing but this process's one stream launches its graphs, so NCCL need not guard against the rest.
     "nccl0": ("1A1F nccl, no mixing", "nccl", ["--stages", "1"]),
 }

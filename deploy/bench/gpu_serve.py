@@ -4,7 +4,7 @@
     gpu_serve.py [--bin DIR] [--fixtures DIR] [--out DIR] SECTION...
 
 Sections: fixtures (every tiny checkpoint in float32, greedy, token for token, and in bfloat16 through the decode
-kernels, saved for the oracle), shallow (decode kernels against libtorch's operations on few layers of full width), mono
+kernels, saved for the oracle), shallow (decode kernels against those for prompts on few layers of full width), mono
 (one GPU, full-size dummy weights). Tables are printed last. Two GPUs: gpu_pair.py.
 """
 import argparse
@@ -200,7 +200,7 @@ def forced(address, name, prompt, text):
 
 
 def judge(address, name, lines, label):
-    """What the decode kernels chose, teacher-forced through the prefill path: libtorch's operations throughout."""
+    """What the decode kernels chose, teacher-forced as a prompt: through other kernels, and products of many rows."""
     prompts = [[(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(150 + 31 * i)] for i in range(6)]
     texts = [None] * len(prompts)
 
@@ -251,7 +251,7 @@ HEAD = "  layout                 conc   ITL p50 TPOT p50 TTFT p50   tokens/s   p
 
 
 def shallow(args, lines):
-    """Decode kernels against libtorch's operations on few layers of full width, for every model and graph mode."""
+    """Decode kernels against those for prompts on few layers of full width, for every model and graph mode."""
     good = True
     for name in ("deepseek-v2-lite", "qwen3-30b-a3b"):
         for layers in (1, 2, 4):
