@@ -17,7 +17,22 @@ async fn metric(deployment: &Deployment, url: String, name: &str) -> anyhow::Res
 
 #[tokio::test]
 async fn most_steps_of_a_long_answer_were_told_one_step_ahead() -> anyhow::Result<()> {
-    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 });
+    are_told_ahead(pair()).await
+}
+
+/// Every request is recorded, and no step of it.
+#[tokio::test]
+async fn and_so_they_are_while_requests_are_traced() -> anyhow::Result<()> {
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let traced = pair().env("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("http://{nobody}"));
+    are_told_ahead(traced.attention_args(&["--trace-hops-ratio", "0"])).await
+}
+
+fn pair() -> DeploymentSpec {
+    DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 })
+}
+
+async fn are_told_ahead(spec: DeploymentSpec) -> anyhow::Result<()> {
     let deployment = Deployment::start(spec).await?;
     let expected = fixtures::expected(MODEL)?;
     // One after the other: after each the step that was told ahead does not come.
@@ -46,8 +61,7 @@ async fn most_steps_of_a_long_answer_were_told_one_step_ahead() -> anyhow::Resul
 
 #[tokio::test]
 async fn a_profile_shows_every_rank_layer_and_stage_of_the_steps_asked_for() -> anyhow::Result<()> {
-    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 });
-    let deployment = Deployment::start(spec.attention_args(&["--stages", "2"])).await?;
+    let deployment = Deployment::start(pair().attention_args(&["--stages", "2"])).await?;
     let prompts = fixtures::expected(MODEL)?.prompts;
     let load = async {
         let asked = prompts[..4].iter().map(|prompt| deployment.greedy(0, &prompt.input_ids, 200));

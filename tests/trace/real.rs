@@ -3,7 +3,7 @@ use afd_tests::harness::Deployment;
 use anyhow::ensure;
 
 use super::jaeger::{self, Jaeger};
-use super::requests::{CALLER, check, complete, is_complete, slowest, spec};
+use super::requests::{CALLER, PAIR, check, complete, is_complete, slowest, spec};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn jaeger_shows_a_request_and_names_the_slow_shard() -> anyhow::Result<()> {
@@ -18,7 +18,7 @@ async fn jaeger_shows_a_request_and_names_the_slow_shard() -> anyhow::Result<()>
     let deployment = Deployment::start(spec).await?;
     complete(&deployment, CALLER.0).await?;
     let trace = jaeger.trace(CALLER.0, is_complete).await?;
-    check(&trace)?;
+    check(&trace, &PAIR)?;
     ensure!(slowest(&trace, "hop").map(|(shard, _)| shard) == Some(1), "{}", trace.drawn());
     // For a look with a browser: AFD_TEST_HOLD_SECONDS=600 cargo test -p afd-tests --test trace jaeger -- --nocapture
     if let Some(seconds) = std::env::var("AFD_TEST_HOLD_SECONDS").ok().and_then(|text| text.parse().ok()) {

@@ -333,8 +333,8 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
-    /// The next step, where this one will most likely be followed by its like: everybody decodes, nobody waits, and no trace
-    /// is wanted, which is decided anew for every step.
+    /// The next step, where this one will most likely be followed by its like: everybody decodes, nobody waits, and its
+    /// hops are not to be recorded.
     fn foresee(&self, step: &Step, outline: &StepOutline) -> Option<StepOutline> {
         let rules = &self.config.stages;
         let is_settled = match rules.pick {
@@ -342,12 +342,19 @@ impl<A: AttentionPort> Engine<A> {
             StagePick::Measured => self.stage_counts.is_settled(outline.phase, step.num_tokens()),
         };
         let all_decode = outline.phase == Phase::Decode && step.items.len() == self.scheduler.num_running();
-        let spans =
-            |item: &StepItem| self.sequences.get(&item.sequence).is_some_and(|active| active.spans.is_some());
-        let certain =
-            is_settled && all_decode && self.scheduler.num_waiting() == 0 && !step.items.iter().any(spans);
+        let recorded =
+            step.items.iter().filter_map(|item| self.sequences.get(&item.sequence)?.spans.as_deref());
+        let certain = is_settled
+            && all_decode
+            && self.scheduler.num_waiting() == 0
+            && !self.recorder.will_record(recorded);
         let profile = self.profile.as_ref().is_some_and(Profile::goes_on);
-        certain.then(|| StepOutline { step: StepId(outline.step.0 + 1), profile, ..outline.clone() })
+        certain.then(|| StepOutline {
+            step: StepId(outline.step.0 + 1),
+            profile,
+            trace: None,
+            ..outline.clone()
+        })
     }
 
     fn outline(&self, step: &Step, stages: &[Stage], trace: Option<&StepTrace>) -> StepOutline {

@@ -4,8 +4,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use afd_common::link::Doorbell;
+use afd_common::telemetry::SpanSink;
 use ffn_svc::engine::EngineHandle as FfnEngineHandle;
+use ffn_svc::session::in_process::InProcess;
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 
 use super::clock::WallClock;
 use super::control::{ControlSettings, Shared};
@@ -53,7 +56,8 @@ pub fn remote(names: Vec<String>, control: ControlSettings, port: PortSettings) 
     (Way { port: Box::new(RemoteFfn::new(port, parts)), bell, stats }, directory)
 }
 
-/// A way to an FFN engine in this process. `credits` are the stages in flight, `max_rows` the most rows of a stage.
+/// A way to an FFN engine in this process, and the task that makes its `spans`, if anybody wants them. `credits` are the
+/// stages in flight, `max_rows` the most rows of a stage.
 ///
 /// # Errors
 /// [`TooManyRows`].
@@ -62,10 +66,11 @@ pub fn in_process(
     port: PortSettings,
     credits: u32,
     max_rows: u32,
-) -> Result<Way, TooManyRows> {
+    spans: &SpanSink,
+) -> Result<(Way, Option<JoinHandle<InProcess>>), TooManyRows> {
     let (bell, stats) = (Doorbell::default(), Arc::new(FfnStats::default()));
     let (events, receiver) = crossbeam_channel::unbounded();
-    local::connect(engine, &events, &bell, credits, max_rows)?;
+    let task = local::connect(engine, &events, &bell, credits, max_rows, spans)?;
     let parts = PortParts {
         bell: bell.clone(),
         events: receiver,
@@ -73,7 +78,7 @@ pub fn in_process(
         stats: Arc::clone(&stats),
         standing: Arc::new(|| "the FFN in this process is not there".into()),
     };
-    Ok(Way { port: Box::new(RemoteFfn::new(port, parts)), bell, stats })
+    Ok((Way { port: Box::new(RemoteFfn::new(port, parts)), bell, stats }, task))
 }
 
 /// A way that ends on the engine's own thread.

@@ -11,6 +11,7 @@ use afd_common::telemetry::Metrics;
 use ffn_svc::device::DeviceModel;
 use ffn_svc::engine::{EngineHandle as FfnEngine, EngineMetrics as FfnEngineMetrics, EngineOptions};
 use ffn_svc::model::FfnModel;
+use ffn_svc::session::in_process::InProcess;
 use tokio_util::sync::CancellationToken;
 
 use super::ServeError;
@@ -33,7 +34,11 @@ const PHASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What runs beside the engine.
 pub(super) enum Running {
-    Local(FfnEngine),
+    Local {
+        engine: Box<FfnEngine>,
+        /// Makes the FFN's spans until the attention engine is gone.
+        traces: Option<tokio::task::JoinHandle<InProcess>>,
+    },
     /// On the engine's thread.
     OnDevice,
     Remote {
@@ -84,9 +89,10 @@ pub(super) async fn open(
         }
         FfnTarget::Local => {
             let engine = local_engine(loaded, max_rows)?;
-            let way = connect::in_process(&engine, port, credits, max_rows)
+            let spans = &config.trace.spans;
+            let (way, traces) = connect::in_process(&engine, port, credits, max_rows, spans)
                 .map_err(|e| ServeError::LocalFfn(e.to_string()))?;
-            Ok((way, Running::Local(engine)))
+            Ok((way, Running::Local { engine: Box::new(engine), traces }))
         }
         FfnTarget::Remote(names) => {
             let control = ControlSettings {
@@ -156,7 +162,7 @@ impl Running {
     /// Waits until every shard has a rank.
     pub(super) async fn wait_joined(&self) -> Result<(), DirectoryError> {
         match self {
-            Self::Local(_) | Self::OnDevice => Ok(()),
+            Self::Local { .. } | Self::OnDevice => Ok(()),
             Self::Remote { directory, join_timeout, .. } => directory.wait_ready(*join_timeout).await,
         }
     }
@@ -165,14 +171,14 @@ impl Running {
     pub(super) fn announced(&self) -> Option<Arc<Announced>> {
         match self {
             Self::Remote { directory, .. } => Some(Arc::clone(directory.announced())),
-            Self::Local(_) | Self::OnDevice => None,
+            Self::Local { .. } | Self::OnDevice => None,
         }
     }
 
     /// Lists the ranks in use.
     pub(super) fn peers(&self) -> FfnPeers {
         match self {
-            Self::Local(_) | Self::OnDevice => {
+            Self::Local { .. } | Self::OnDevice => {
                 Arc::new(|| vec![peer("in this process".into(), Shard::WHOLE, LinkKind::Loopback)])
             }
             Self::Remote { directory, .. } => {
@@ -191,7 +197,7 @@ impl Running {
     /// Says in a sentence how every rank stands.
     pub(super) fn describe(&self) -> Reason {
         match self {
-            Self::Local(_) | Self::OnDevice => Reason::from("the FFN in this process is not ready"),
+            Self::Local { .. } | Self::OnDevice => Reason::from("the FFN in this process is not ready"),
             Self::Remote { directory, .. } => {
                 let directory = Arc::clone(directory);
                 Reason::new(move || directory.describe())
@@ -203,11 +209,16 @@ impl Running {
     pub(super) async fn stop(self) {
         match self {
             Self::OnDevice => {}
-            Self::Local(engine) => {
+            Self::Local { engine, traces } => {
                 // Its thread is about to see that nobody is there; joining it may block for a batch.
                 let stopped = tokio::task::spawn_blocking(move || drop(engine)).await;
                 if let Err(error) = stopped {
                     tracing::error!(%error, "stopping the FFN engine failed");
+                }
+                let Some(traces) = traces else { return };
+                match tokio::time::timeout(PHASE_TIMEOUT, traces).await {
+                    Ok(Ok(traces)) => traces.end_spans(),
+                    _ => tracing::warn!("the last spans of the FFN were not made"),
                 }
             }
             Self::Remote { task, stop, .. } => {

@@ -141,11 +141,7 @@ impl Stream<'_> {
                 if accepted == Accepted::Late {
                     return Ok(());
                 }
-                let stages = plan.padded_tokens.len() as u32;
-                // What is malformed is ignored, as the standard asks.
-                let trace = plan.traceparent.parse().ok().filter(|_| plan.sampled);
-                let planned = Planned { stages, profile: plan.profile, trace };
-                self.session.accounts.handle_plan(StepId(plan.step_id), planned);
+                self.session.accounts.handle_plan(StepId(plan.step_id), planned(&plan));
                 if self.session.has_stream_links() && accepted == Accepted::New {
                     self.sessions.engine().plan(self.session.tag, as_step(&plan));
                 }
@@ -199,6 +195,13 @@ impl Stream<'_> {
 
 fn response(message: v1::steps_response::Message) -> v1::StepsResponse {
     v1::StepsResponse { message: Some(message) }
+}
+
+/// What the account of a step has to know of its plan.
+pub(super) fn planned(plan: &v1::StepPlan) -> Planned {
+    // What is malformed is ignored, as the standard asks.
+    let trace = plan.traceparent.parse().ok().filter(|_| plan.sampled);
+    Planned { stages: plan.padded_tokens.len() as u32, profile: plan.profile, trace }
 }
 
 /// What a link that a stream drives has to know of a plan.

@@ -43,6 +43,8 @@ impl StepTrace {
 pub(crate) struct StepRecorder {
     pub(crate) spans: SpanSink,
     hops_ratio: f64,
+    /// Whether the next step is drawn. Known one step ahead, as plans are: a recorded step's plan says so.
+    next_drawn: bool,
     /// Of the step under way. Kept from step to step, so that nothing grows while a step runs.
     pub(crate) attends: Vec<AttendRecord>,
 }
@@ -51,7 +53,7 @@ impl StepRecorder {
     pub(crate) fn new(tracing: EngineTracing, num_layers: u16, max_stages: usize) -> Self {
         let most = if tracing.spans.is_on() { usize::from(num_layers) * max_stages } else { 0 };
         let EngineTracing { spans, hops_ratio } = tracing;
-        Self { spans, hops_ratio, attends: Vec::with_capacity(most) }
+        Self { spans, hops_ratio, next_drawn: draw(hops_ratio), attends: Vec::with_capacity(most) }
     }
 
     /// Whether the step that serves these sequences is recorded: on the wish of one of them, or by the draw. A step that
@@ -62,8 +64,8 @@ impl StepRecorder {
         recorded: impl Iterator<Item = &'a SequenceSpans> + Clone,
     ) -> Option<StepTrace> {
         recorded.clone().next()?;
-        let drawn = || self.hops_ratio > 0.0 && rand::rng().random::<f64>() < self.hops_ratio;
-        if !recorded.clone().any(SequenceSpans::wants_hops) && !drawn() {
+        let drawn = std::mem::replace(&mut self.next_drawn, draw(self.hops_ratio));
+        if !drawn && !recorded.clone().any(SequenceSpans::wants_hops) {
             return None;
         }
         self.attends.clear();
@@ -79,6 +81,11 @@ impl StepRecorder {
             });
         }
         Some(StepTrace { context: TraceContext::root(rng, true), parent: None, links: phases.collect() })
+    }
+
+    /// Whether the next step will be recorded if it serves the same sequences, of which these are recorded.
+    pub(crate) fn will_record<'a>(&self, mut recorded: impl Iterator<Item = &'a SequenceSpans>) -> bool {
+        recorded.any(|spans| self.next_drawn || spans.wants_hops())
     }
 
     /// Makes the spans of a step that began at `begun` and is over now.
@@ -162,6 +169,10 @@ impl StepRecorder {
             .with("afd.replayed", hop.sends > 1);
         self.spans.end(if hop.arrived.is_some() { span } else { span.failed("no answer came") });
     }
+}
+
+fn draw(ratio: f64) -> bool {
+    ratio > 0.0 && rand::rng().random::<f64>() < ratio
 }
 
 /// When the answers to the layer before had all come: attention's work on this layer begins with adding them up.
