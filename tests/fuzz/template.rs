@@ -1,5 +1,4 @@
-//! Chat templates: a checkpoint's may be broken or endless, and a conversation may try to break a good one. What a template
-//! builds in memory is not bounded (a checkpoint is trusted that far), so long numbers and doublings are left out here.
+//! Chat templates: a checkpoint's may be broken or endless, and a conversation may try to break a good one.
 use attention_svc::text::settings::TextSettings;
 use attention_svc::text::{ChatMessage, ChatTemplate};
 
@@ -24,13 +23,6 @@ fn settings(template: &str) -> TextSettings {
     }
 }
 
-/// Numbers of more than three digits, powers, JSON of JSON of JSON.
-fn is_left_out(source: &str) -> bool {
-    source.contains("**")
-        || source.matches("tojson").count() > 4
-        || source.split(|c: char| !c.is_ascii_digit() && c != '_').any(|digits| digits.len() > 3)
-}
-
 fn conversation() -> Vec<ChatMessage> {
     let say =
         |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into(), name: None };
@@ -43,7 +35,6 @@ fn conversation() -> Vec<ChatMessage> {
 }
 
 #[test]
-#[ignore = "by hand: what a template builds in memory is not bounded yet, and some mutations build a lot"]
 fn a_template_renders_or_is_refused_and_always_ends() -> anyhow::Result<()> {
     let words = [
         "{% for i in range(999) %}",
@@ -65,14 +56,23 @@ fn a_template_renders_or_is_refused_and_always_ends() -> anyhow::Result<()> {
         "//",
         "strftime_now('%Y')",
         "~",
+        " * 99999999",
+        ".count('')",
+        ".replace('', messages | tojson)",
+        "{% set ns = namespace(a='ab') %}",
+        "{% set ns.a = ns.a ~ ns.a %}",
+        "{% set ns.a = [ns.a, ns.a] %}",
+        "{% set ns.a = ns.a[0:] %}",
+        "{% set ns.a %}",
+        "{% endset %}",
+        "| sort",
+        "| map('string')",
+        "range(*messages)",
     ];
     let seeds = TEMPLATES.map(|template| template.as_bytes().to_vec()).to_vec();
     let messages = conversation();
     fuzz("template", seeds, &words, |input| {
         let source = String::from_utf8_lossy(input);
-        if is_left_out(&source) {
-            return "left out".into();
-        }
         match ChatTemplate::new(&settings(&source)) {
             Err(what) => what.split(['(', '`', '\'']).next().unwrap_or("").to_owned(),
             Ok(template) => match template.render(&messages, true, &serde_json::Map::new()) {
