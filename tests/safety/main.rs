@@ -1,6 +1,8 @@
-//! Who is let in: TLS and certificates on both sides of a real pair, tokens, the refusal to be open by accident.
+//! Who is let in, and what: TLS and certificates on both sides of a real pair, tokens, the refusal to be open by accident,
+//! limits.
 mod certificates;
 mod clients;
+mod limits;
 mod start;
 mod tokens;
 

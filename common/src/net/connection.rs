@@ -218,8 +218,10 @@ fn refusal<B>(
     request: &http::Request<B>,
     certified: bool,
 ) -> Option<Response> {
-    // HTTP/1.1 has refused it already; HTTP/2 counts bytes only.
-    if request.headers().len() > port.options.max_headers {
+    // HTTP/1.1 counts headers and lets up to twice the bytes through, HTTP/2 counts bytes only.
+    let bytes: usize = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+    let options = &port.options;
+    if request.headers().len() > options.max_headers || bytes > options.max_header_bytes as usize {
         return Some(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE.into_response());
     }
     let refused = port.options.access.gate.check(request, certified)?;

@@ -109,6 +109,9 @@ pub struct Options {
     pub is_stream: fn(&str) -> bool,
     /// Time that a connection may be open with no request on it.
     pub idle_timeout: Duration,
+    /// Silence after which the other end of an HTTP/2 connection is asked whether it is there, and time for its answer. Both
+    /// ends of a connection between services ask alike.
+    pub keepalive: Duration,
     /// Time for what is running when the port is stopped.
     pub drain: Duration,
     /// Who may connect and ask.
@@ -129,6 +132,7 @@ impl Default for Options {
             body: BodyTimes { idle: BODY_IDLE, whole: Duration::from_secs(60) },
             is_stream: |_| false,
             idle_timeout: Duration::from_secs(300),
+            keepalive: KEEPALIVE,
             drain: Duration::from_secs(30),
             access: Access::default(),
         }
@@ -250,8 +254,8 @@ fn http_builder(options: &Options) -> auto::Builder<TokioExecutor> {
         .max_send_buf_size(WINDOW_BYTES as usize)
         .max_concurrent_streams(options.max_streams)
         .max_header_list_size(options.max_header_bytes)
-        .keep_alive_interval(KEEPALIVE)
-        .keep_alive_timeout(KEEPALIVE);
+        .keep_alive_interval(options.keepalive)
+        .keep_alive_timeout(options.keepalive);
     builder
 }
 

@@ -266,3 +266,59 @@ async fn a_stop_lets_running_requests_end_and_cuts_what_does_not() {
     assert_eq!(served.stop().await, Drained { cut: 1 });
     assert!(running.await.unwrap().is_empty());
 }
+
+/// What a client of HTTP/1.1 or HTTP/2 is answered that sends these headers; `None` when it is cut off.
+async fn with_headers(served: &Served, http2: bool, headers: &[(String, String)]) -> Option<u16> {
+    let mut builder = hyper_util::client::legacy::Client::builder(TokioExecutor::new());
+    let client = builder.http2_only(http2).build_http::<axum::body::Body>();
+    let mut request = http::Request::get(format!("http://{}/hello", served.address));
+    for (name, value) in headers {
+        request = request.header(name, value);
+    }
+    let answer = client.request(request.body(axum::body::Body::empty()).unwrap());
+    timeout(PATIENCE, answer).await.unwrap().ok().map(|answer| answer.status().as_u16())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_headers_or_longer_ones_than_allowed_are_refused() {
+    let options = Options { max_headers: 20, max_header_bytes: 20 << 10, ..Options::default() };
+    let served = serve(None, options).await;
+    let many = |count: usize| (0..count).map(|i| (format!("x-{i}"), "a".to_owned())).collect::<Vec<_>>();
+    let long = |bytes: usize| vec![("x-long".to_owned(), "a".repeat(bytes))];
+    for http2 in [false, true] {
+        for (headers, fits) in
+            [(many(10), true), (many(30), false), (long(10 << 10), true), (long(30 << 10), false)]
+        {
+            let answered = with_headers(&served, http2, &headers).await;
+            let expected = if fits { 200 } else { 431 };
+            assert_eq!(answered, Some(expected), "{} headers, http2: {http2}", headers.len());
+        }
+    }
+    let response = http1_get(served.address, "/hello").await;
+    assert!(response.starts_with("HTTP/1.1 200"), "it lives on: {response}");
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+/// A connection with a request on it, whose other end went away without a word.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_silent_peer_is_given_up_and_one_that_answers_is_not() {
+    let options = Options { keepalive: Duration::from_millis(50), ..Options::default() };
+    let served = serve(None, options).await;
+    let mut stream = TcpStream::connect(served.address).await.unwrap();
+    // A preface and settings, and never an answer to a ping.
+    stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+    let mut rest = Vec::new();
+    // Nothing else ends it so soon: connections may idle for minutes.
+    let closed = timeout(Options::default().header_timeout / 2, stream.read_to_end(&mut rest)).await;
+    assert!(closed.is_ok(), "a peer that answers no ping is still waited for");
+    // It takes four times as long.
+    assert_eq!(over_http_2(&served, "/slow").await, 200);
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+async fn over_http_2(served: &Served, path: &str) -> u16 {
+    let mut builder = hyper_util::client::legacy::Client::builder(TokioExecutor::new());
+    let client = builder.http2_only(true).build_http::<axum::body::Body>();
+    let uri = format!("http://{}{path}", served.address).parse().unwrap();
+    timeout(PATIENCE, client.get(uri)).await.unwrap().unwrap().status().as_u16()
+}
