@@ -5,29 +5,35 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 usage() {
     cat <<USAGE
-usage: bash deploy/containers.sh [build | up | test | down] [--prebuilt] [--base IMAGE] [--jaeger]
+usage: bash deploy/containers.sh [build | up | test | down] [--prebuilt] [--base IMAGE] [--builder IMAGE] [--observability]
 
   build       the two images (the default)
   up          build, make secrets, start attention and two FFN shards; prints how to ask and how to stop
-  test        up under a name of its own, a request, an FFN container killed and replaced under load, down
+  test        up under a name of its own, a request, its trace in Jaeger and its numbers in Prometheus (with
+              --observability), an FFN container killed and replaced under load, down
   down        stop what up started
 
   --prebuilt  images from binaries that are there already (AFD_BINARIES, default target/release) instead of a build in a
               container
   --base      the image to stand on (default: Debian's; where no registry has it and debootstrap is here, it is made)
-  --jaeger    with Jaeger; in the test its traces are looked at. Without a registry: from .deps/go-bin (deploy/jaeger.sh)
+  --builder   the image to compile in (default: Rust's; where no registry has it: the base with this machine's toolchain)
+  --observability
+              with Jaeger, Prometheus and Grafana. Where no registry gives their images (AFD_JAEGER_IMAGE and the like name
+              others), those of which .deps/go-bin has the program (deploy/jaeger.sh, deploy/prometheus.sh) are made of it
 
-DOCKER and COMPOSE name other programs, AFD_MODEL another checkpoint than the demo's, AFD_PORT another port than 8000.
+DOCKER and COMPOSE name other programs, AFD_MODEL another checkpoint than the demo's, AFD_PORT another port than 8000,
+AFD_BUILD_NETWORK the network of a build (host where only this machine's own reaches the package registries).
 USAGE
 }
 
-command=build prebuilt=no base='' jaeger=no
+command=build prebuilt=no base='' builder='' observability=no
 while (($# > 0)); do
     case $1 in
     build | up | test | down) command=$1 ;;
     --prebuilt) prebuilt=yes ;;
     --base) base=${2:?--base IMAGE} && shift ;;
-    --jaeger) jaeger=yes ;;
+    --builder) builder=${2:?--builder IMAGE} && shift ;;
+    --observability) observability=yes ;;
     -h | --help) usage && exit 0 ;;
     *) usage >&2 && die "unknown argument $1" ;;
     esac
@@ -46,11 +52,13 @@ fi
 if [[ -z ${COMPOSE:-} ]]; then
     if "$DOCKER" compose version >/dev/null 2>&1; then COMPOSE="$DOCKER compose"; else COMPOSE=docker-compose; fi
 fi
-compose() { $COMPOSE --project-name "${PROJECT:-afd}" --file "$ROOT/deploy/compose.yaml" "${profiles[@]}" "$@"; }
-profiles=()
-if [[ $jaeger == yes ]]; then profiles=(--profile jaeger); fi
+compose() { $COMPOSE --project-name "${PROJECT:-afd}" --file "$ROOT/deploy/compose.yaml" --profile observability "$@"; }
+services=(attention ffn-0 ffn-1) # and what shows them, where it is wanted and to be had
 
 has_image() { "$DOCKER" image inspect "$1" >/dev/null 2>&1; }
+
+# can_have IMAGE: whether it is here, or a registry gives it.
+can_have() { has_image "$1" || timeout 60 "$DOCKER" pull --quiet "$1" >/dev/null 2>&1; }
 
 # Debian from its packages: for a machine that reaches no registry. Root only.
 make_base() {
@@ -69,13 +77,41 @@ choose_base() {
     local public=debian:12.12-slim
     if [[ -n $base ]]; then return; fi
     base=$public
-    if has_image "$public" || timeout 60 "$DOCKER" pull --quiet "$public" >/dev/null 2>&1; then return; fi
+    if can_have "$public"; then return; fi
     base=$AFD_IMAGES/base:bookworm
     has_image "$base" || make_base "$base"
 }
 
+# The base with this machine's Rust and, where it has others than Debian's, its certificates: a build has to trust whom this
+# machine trusts.
+make_builder() {
+    local folder=$WORK/builder roots=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
+    say "no registry gives Rust's image: making $1 of $base and the toolchain of $(rustc --version)"
+    rm -rf "$folder" && mkdir -p "$folder"
+    cp "$roots" "$folder/roots.crt"
+    # Hard links where that is possible: a toolchain is large.
+    cp -al "$(rustc --print sysroot)" "$folder/rust" 2>/dev/null || cp -a "$(rustc --print sysroot)" "$folder/rust"
+    rm -rf "$folder/rust/share"
+    printf '%s\n' "FROM $base" 'COPY rust /usr/local/rust' 'COPY roots.crt /etc/ssl/certs/ca-certificates.crt' \
+        'ENV PATH=/usr/local/rust/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' \
+        'ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt PIP_CERT=/etc/ssl/certs/ca-certificates.crt' \
+        'ENV CARGO_HTTP_CAINFO=/etc/ssl/certs/ca-certificates.crt' >"$folder/Dockerfile"
+    "$DOCKER" build --quiet --tag "$1" "$folder" >/dev/null
+    rm -rf "$folder"
+}
+
+choose_builder() {
+    if [[ -n $builder || $prebuilt == yes ]]; then return; fi
+    builder=$(sed -n 's/^ARG BUILDER=//p' "$ROOT/deploy/docker/Dockerfile")
+    if can_have "$builder"; then return; fi
+    builder=$AFD_IMAGES/builder:local
+    has_image "$builder" || make_builder "$builder"
+}
+
 build_images() {
     local context=$ROOT arguments=(--build-arg "BASE=$base" --build-arg "VERSION=$VERSION") target
+    if [[ -n $builder ]]; then arguments+=(--build-arg "BUILDER=$builder"); fi
+    if [[ -n ${AFD_BUILD_NETWORK:-} ]]; then arguments+=(--network "$AFD_BUILD_NETWORK"); fi
     arguments+=(--build-arg "REVISION=$(git -C "$ROOT" rev-parse --short HEAD 2>/dev/null || echo unknown)")
     if [[ $prebuilt == yes ]]; then
         context=$WORK/context
@@ -98,23 +134,38 @@ build_images() {
 }
 LIBTORCH_LIB=$(readlink -f "$DEPS/libtorch")/lib
 
-# Jaeger from its own image, or from the binary that deploy/jaeger.sh built; else the traces are left out.
-jaeger_image() {
-    if [[ $jaeger == no ]]; then return; fi
-    export AFD_JAEGER_IMAGE=${AFD_JAEGER_IMAGE:-jaegertracing/jaeger:2.13.0}
-    if has_image "$AFD_JAEGER_IMAGE" || timeout 60 "$DOCKER" pull --quiet "$AFD_JAEGER_IMAGE" >/dev/null 2>&1; then
+# observe NAME VARIABLE: a service that shows the others, by the image that VARIABLE or deploy/compose.yaml names
+# or by one made of the program in .deps/go-bin; else it is left out.
+observe() {
+    local name=$1 variable=$2 image folder=$WORK/$1
+    image=${!variable:-$(sed -n "s/.*image: \${$variable:-\(.*\)}/\1/p" "$ROOT/deploy/compose.yaml")}
+    if can_have "$image"; then
         :
-    elif [[ -x $DEPS/go-bin/jaeger ]]; then
-        AFD_JAEGER_IMAGE=$AFD_IMAGES/jaeger:local
-        printf 'FROM %s\nCOPY jaeger /jaeger\nUSER 65532\nENTRYPOINT ["/jaeger"]\n' "$base" |
-            "$DOCKER" build --quiet --tag "$AFD_JAEGER_IMAGE" --file - "$DEPS/go-bin" >/dev/null
+    elif [[ -x $DEPS/go-bin/$name ]]; then
+        image=$AFD_IMAGES/$name:local
+        rm -rf "$folder" && mkdir -p "$folder"
+        cp "$DEPS/go-bin/$name" "$folder/"
+        printf '%s\n' "FROM $base" "RUN mkdir /$name && chown 65532 /$name" "COPY $name /usr/local/bin/" 'USER 65532' \
+            "WORKDIR /$name" "ENTRYPOINT [\"/usr/local/bin/$name\"]" >"$folder/Dockerfile"
+        "$DOCKER" build --quiet --tag "$image" "$folder" >/dev/null
+        rm -rf "$folder"
     else
-        warn "LEFT OUT: traces: no registry gives $AFD_JAEGER_IMAGE and deploy/jaeger.sh has not run"
-        jaeger=no profiles=()
+        warn "LEFT OUT: $name: no registry gives $image, and .deps/go-bin has no such program"
         return
     fi
-    export AFD_OTLP_ENDPOINT=http://jaeger:4317
+    export "$variable=$image"
+    services+=("$name")
 }
+
+observe_all() {
+    if [[ $observability == no ]]; then return; fi
+    observe jaeger AFD_JAEGER_IMAGE
+    observe prometheus AFD_PROMETHEUS_IMAGE
+    observe grafana AFD_GRAFANA_IMAGE
+    if has_service jaeger; then export AFD_OTLP_ENDPOINT=http://jaeger:4317; fi
+}
+
+has_service() { [[ " ${services[*]} " == *" $1 "* ]]; }
 
 # The folder keeps others out; the files themselves must be readable to the containers' user.
 make_secrets() {
@@ -148,7 +199,7 @@ up() {
     AFD_MODEL=$(readlink -f "$AFD_MODEL")
     export AFD_PORT=${AFD_PORT:-8000}
     make_secrets
-    compose up --detach --no-build >&2
+    compose up --detach --no-build "${services[@]}" >&2
     wait_ready
 }
 
@@ -193,16 +244,54 @@ kill_one_under_load() {
     done_with "$total requests, none failed"
 }
 
-look_at_traces() {
-    local found
-    if [[ $jaeger == no ]]; then return; fi
-    status /v1/completions --header 'x-afd-trace-hops: 1' --data '{"prompt": "Hello", "max_tokens": 4}' >/dev/null
-    for _ in $(seq 30); do
-        found=$(curl --silent "http://127.0.0.1:${AFD_JAEGER_PORT:-16686}/api/services" || true)
-        if [[ $found == *attention-svc* && $found == *ffn-svc* ]]; then done_with "both services have traces in Jaeger" && return; fi
+# within SECONDS COMMAND...: asks every second until it succeeds.
+within() {
+    local deadline=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        if ((SECONDS >= deadline)); then return 1; fi
         sleep 1
     done
-    die "Jaeger does not know both services: $found"
+}
+
+# shows URL WORD...: whether what is answered there has all of the words.
+shows() {
+    local word
+    answer=$(curl --silent --max-time 10 "$1" || true)
+    shift
+    for word in "$@"; do
+        if [[ $answer != *"$word"* ]]; then return 1; fi
+    done
+}
+
+look_at_traces() {
+    local id url=http://127.0.0.1:${AFD_JAEGER_PORT:-16686} spans
+    if ! has_service jaeger; then return; fi
+    id=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
+    status /v1/completions --header 'x-afd-trace-hops: 1' --header "traceparent: 00-$id-00f067aa0ba902b7-01" \
+        --data '{"prompt": "Hello", "max_tokens": 4}' >/dev/null
+    spans=(attention-svc ffn-svc '"request"' '"prefill"' '"decode"' '"hop shard 0"' '"hop shard 1"' '"serve shard 0"' '"serve shard 1"')
+    within 60 shows "$url/api/traces/$id" "${spans[@]}" || die "Jaeger does not show the request's trace: ${answer:0:2000}"
+    done_with "the request's trace is in Jaeger, with the spans of attention and both shards"
+}
+
+# Every target answers, every rule is understood, and what the dashboard asks first has an answer.
+look_at_metrics() {
+    local url=http://127.0.0.1:${AFD_PROMETHEUS_PORT:-9090}/api/v1
+    if ! has_service prometheus; then return; fi
+    all_up() { shows "$url/targets?state=active" attention:8000 ffn-0:7001 ffn-1:7001 && [[ $(grep -o '"health":"up"' <<<"$answer" | wc -l) == 3 ]]; }
+    within 60 all_up || die "Prometheus does not reach all three: $answer"
+    no_rule_fails() { shows "$url/rules" AfdFfnNotReady '"health":"ok"' && [[ $answer != *'"health":"err"'* && $answer != *'"health":"unknown"'* ]]; }
+    within 60 no_rule_fails || die "Prometheus does not understand a rule: $answer"
+    within 60 shows "$url/query?query=sum(vllm:generation_tokens_total)%3E0" '"value"' || die "Prometheus counts no tokens: $answer"
+    done_with "Prometheus reaches all three, understands the rules and counts tokens"
+}
+
+look_at_dashboard() {
+    local url=http://127.0.0.1:${AFD_GRAFANA_PORT:-3000}
+    if ! has_service grafana; then return; fi
+    within 120 shows "$url/api/dashboards/uid/afd-overview" '"title":"Attention and FFN"' || die "Grafana has no dashboard: $answer"
+    done_with "Grafana has the dashboard"
 }
 
 test_it() {
@@ -216,6 +305,8 @@ test_it() {
     say "links: $(curl --silent --header "authorization: Bearer $(<"$AFD_SECRETS/api-token")" "http://127.0.0.1:$AFD_PORT/metrics" |
         sed -n 's/^afd_ffn_peer{\(.*\)} 1$/\1/p' | tr '\n' ' ')"
     look_at_traces
+    look_at_metrics
+    look_at_dashboard
     wait_healthy
     kill_one_under_load
     heading "SIGTERM"
@@ -226,12 +317,12 @@ test_it() {
 
 case $command in
 down) AFD_PORT=0 compose down --volumes ;;
-build) choose_base && build_images ;;
+build) choose_base && choose_builder && build_images ;;
 up)
-    choose_base && build_images && jaeger_image && up
+    choose_base && choose_builder && build_images && observe_all && up
     done_with "ready"
     say "curl -H \"authorization: Bearer \$(cat $AFD_SECRETS/api-token)\" http://127.0.0.1:$AFD_PORT/v1/models"
     say "bash deploy/containers.sh down"
     ;;
-test) choose_base && build_images && jaeger_image && test_it ;;
+test) choose_base && choose_builder && build_images && observe_all && test_it ;;
 esac

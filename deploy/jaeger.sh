@@ -22,30 +22,12 @@ for argument in "$@"; do
 done
 
 VERSION=v1.76.0
-MODULE=github.com/jaegertracing/jaeger
 BINARY=$DEPS/go-bin/jaeger
-STAMP=$DEPS/go-bin/.jaeger # holds the version that is there
-
-is_installed() { [[ -x $BINARY && -f $STAMP && $(<"$STAMP") == "$VERSION" ]]; }
-
-# `go install` refuses a module that replaces another; built from its own folder the same module is the main one.
-install_jaeger() {
-    if is_installed; then return; fi # another run was quicker
-    local folder
-    need_disk "$DEPS" 500 "Jaeger"
-    say "from the Go module proxy; the first build takes some minutes"
-    folder=$(GOFLAGS='' go mod download -json "$MODULE@$VERSION" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
-    [[ -d $folder ]] || die "could not download $MODULE@$VERSION (see above)"
-    (cd "$folder" && GOFLAGS=-mod=readonly go build -buildvcs=false -trimpath -ldflags '-s -w' -o "$SCRATCH/jaeger" ./cmd/jaeger)
-    mkdir -p "$DEPS/go-bin"
-    mv "$SCRATCH/jaeger" "$BINARY"
-    echo "$VERSION" >"$STAMP"
-}
 
 heading "Jaeger $VERSION"
-if ! is_installed; then
+if ! go_built jaeger "$VERSION"; then
     need go "to build Jaeger" "Get Go from https://go.dev/dl (Debian's may be too old)."
-    locked jaeger install_jaeger
+    locked jaeger build_go jaeger github.com/jaegertracing/jaeger "$VERSION"
 fi
 done_with "$BINARY ($(mb "$BINARY"))"
 if [[ $run == yes ]]; then exec "$BINARY" --config "$ROOT/deploy/observability/jaeger.yaml"; fi

@@ -85,6 +85,30 @@ put_in_place() {
     mv "$1" "$2"
 }
 
+# go_built NAME VERSION: whether .deps/go-bin has this program in this version.
+go_built() { [[ -x $DEPS/go-bin/$1 && -f $DEPS/go-bin/.$1 && $(<"$DEPS/go-bin/.$1") == "$2" ]]; }
+
+# build_go NAME MODULE VERSION [COMMAND]: builds ./cmd/NAME of a Go module into .deps/go-bin, from a copy of the module's
+# folder in which COMMAND has been run: `go install` refuses a module that replaces another. Within `locked`.
+build_go() {
+    local name=$1 module=$2 version=$3 folder
+    if go_built "$name" "$version"; then return; fi # another run was quicker
+    need_disk "$DEPS" 1000 "$name"
+    say "from the Go module proxy; the first build takes some minutes"
+    folder=$(GOFLAGS='' go mod download -json "$module@$version" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+    [[ -d $folder ]] || die "could not download $module@$version (see above)"
+    cp -r "$folder" "$SCRATCH/source"
+    chmod -R u+w "$SCRATCH/source"
+    (
+        cd "$SCRATCH/source"
+        if (($# > 3)); then "$4"; fi
+        GOFLAGS=-mod=readonly go build -buildvcs=false -trimpath -ldflags '-s -w' -o "$SCRATCH/$name" "./cmd/$name"
+    )
+    mkdir -p "$DEPS/go-bin"
+    mv "$SCRATCH/$name" "$DEPS/go-bin/$name"
+    echo "$version" >"$DEPS/go-bin/.$name"
+}
+
 mb() { du -sm "$1" | awk '{ print $1 " MB" }'; }
 
 # target_folder: where cargo puts what it builds.

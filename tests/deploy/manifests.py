@@ -1,5 +1,5 @@
-"""deploy/kubernetes as `kubectl kustomize` would render it, checked against Kubernetes' own schemas, and how its containers
-and those of deploy/compose.yaml are started: `manifests.py DEPLOY_FOLDER`.
+"""deploy/kubernetes as `kubectl kustomize` would render it, checked against Kubernetes' own schemas, how its containers and
+those of deploy/compose.yaml are started, and what compose's observability is given: `manifests.py DEPLOY_FOLDER`.
 
 Only what these files use of Kustomize is known here: resources, components, JSON patches and the secret generator. Prints
 the command lines as JSON; whoever calls this knows whether the services understand them.
@@ -10,11 +10,13 @@ import shlex
 import sys
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import yaml
 
 VERSION = "1.34"
-UNKNOWN = {"LeaderWorkerSet"}  # of a controller of its own; its pods are checked as pods
+# Of a controller of its own, with a schema of its own here; its pods are checked as pods.
+LEADER_WORKER_SET = json.loads((Path(__file__).parent / "leader-worker-set.schema.json").read_text())
 
 
 def documents(path):
@@ -72,6 +74,19 @@ def pod_of(resource):
     return spec.get("template", {}).get("spec")
 
 
+def validate(resource):
+    if resource["kind"] == "LeaderWorkerSet":
+        jsonschema.validate(resource, LEADER_WORKER_SET)
+        template = resource["spec"]["leaderWorkerTemplate"]
+        for role in ("leaderTemplate", "workerTemplate"):
+            if role in template:
+                metadata = {"name": "pod"} | template[role].get("metadata", {})
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template[role]["spec"]}
+                kubernetes_validate.validate(pod, VERSION, strict=True)
+    else:
+        kubernetes_validate.validate(resource, VERSION, strict=True)
+
+
 def check_pod(where, pod):
     context = pod["securityContext"]
     assert context["runAsNonRoot"] and pod["automountServiceAccountToken"] is False, where
@@ -95,6 +110,41 @@ def started(container):
     return words
 
 
+def check_observability(deploy, services):
+    """What Jaeger, Prometheus and Grafana are given: every file is there and lies where another one looks for it, every
+    name is a service's."""
+    at = {}  # what is mounted where
+    for name in ("jaeger", "prometheus", "grafana"):
+        for volume in services[name]["volumes"]:
+            source, target, mode = volume.rsplit(":", 2)
+            assert mode == "ro" and (deploy / source).is_file(), f"{name}: {volume}"
+            at[name, target] = deploy / source
+
+    targets = yaml.safe_load(at["prometheus", "/etc/prometheus/prometheus.yaml"].read_text())
+    for rules in targets["rule_files"]:
+        assert ("prometheus", f"/etc/prometheus/{rules}") in at, f"prometheus: {rules}"
+    for job in targets["scrape_configs"]:
+        secret = job["authorization"]["credentials_file"].removeprefix("/run/secrets/")
+        assert secret in services["prometheus"]["secrets"], f"prometheus: {secret}"
+        for address in job["static_configs"][0]["targets"]:
+            host, port = address.split(":")
+            assert f"--listen=0.0.0.0:{port}" in services[host]["command"], f"prometheus: {address}"
+
+    provided = yaml.safe_load(at["grafana", "/etc/grafana/provisioning/datasources/afd.yaml"].read_text())
+    sources = {source["type"]: source["url"] for source in provided["datasources"]}
+    for url in sources.values():
+        host, port = url.removeprefix("http://").split(":")
+        assert services[host]["ports"][0].endswith(f":{port}"), f"grafana: {url}"
+    provider = yaml.safe_load(at["grafana", "/etc/grafana/provisioning/dashboards/afd.yaml"].read_text())["providers"][0]
+    dashboard = json.loads(at["grafana", f"{provider['options']['path']}/afd.json"].read_text())
+    variables = {variable["name"]: variable["query"] for variable in dashboard["templating"]["list"]}
+    for panel in dashboard["panels"]:
+        if panel["type"] != "row":
+            source = panel["datasource"]
+            assert source["type"] in sources, f"grafana: {panel['title']}"
+            assert variables[source["uid"].strip("${}")] == source["type"], f"grafana: {panel['title']}"
+
+
 def main():
     deploy = Path(sys.argv[1])
     kubernetes = deploy / "kubernetes"
@@ -105,18 +155,16 @@ def main():
     for overlay, resources in rendered.items():
         for resource in resources:
             where = f"{overlay}: {resource['kind']} {resource['metadata']['name']}"
-            if resource["kind"] in UNKNOWN:
-                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": resource["metadata"], "spec": pod_of(resource)}
-                kubernetes_validate.validate(pod, VERSION, strict=True)
-            else:
-                try:
-                    kubernetes_validate.validate(resource, VERSION, strict=True)
-                except kubernetes_validate.ValidationError as error:
-                    sys.exit(f"{where}: {'.'.join(map(str, error.path))}: {error.message}")
+            try:
+                validate(resource)
+            except (kubernetes_validate.ValidationError, jsonschema.ValidationError) as error:
+                sys.exit(f"{where}: {'.'.join(map(str, error.path))}: {error.message}")
             pod = pod_of(resource)
             for where, container in check_pod(where, pod) if pod else []:
                 lines.append({"where": where, "role": container["name"], "words": started(container)})
-    for name, service in yaml.safe_load((deploy / "compose.yaml").read_text())["services"].items():
+    services = yaml.safe_load((deploy / "compose.yaml").read_text())["services"]
+    check_observability(deploy, services)
+    for name, service in services.items():
         role = name.split("-")[0]
         if role in ("attention", "ffn"):
             assert service["read_only"] and service["cap_drop"] == ["ALL"], name
