@@ -36,6 +36,19 @@ shell_scripts_parse() {
     if command -v shellcheck >/dev/null 2>&1; then shellcheck "${scripts[@]}"; fi
 }
 
+# The advisories' database is a repository of its own, which not every machine reaches.
+licences_and_advisories() {
+    local deny=(cargo deny --config deploy/deny.toml --workspace) said
+    "${deny[@]}" check licenses bans sources || return
+    if said=$("${deny[@]}" check advisories 2>&1); then return; fi
+    if [[ $said == *"failed to fetch advisory database"* ]]; then
+        warn "LEFT OUT: advisories: their database cannot be fetched"
+        return
+    fi
+    printf '%s\n' "$said" >&2
+    return 1
+}
+
 cd "$ROOT"
 if [[ $full == yes ]]; then export AFD_TEST_FULL=1; fi
 
@@ -49,7 +62,7 @@ if [[ $full == yes ]]; then
     step "demo" bash deploy/demo.sh --port 0
     step "demo with losses" bash deploy/demo.sh --kill --port 0
     if cargo deny --version >/dev/null 2>&1; then
-        step "licences and advisories" cargo deny --workspace check --config deploy/deny.toml
+        step "licences and advisories" licences_and_advisories
     else
         say "cargo-deny is not installed: licences and advisories unchecked"
     fi
