@@ -291,9 +291,37 @@ impl FrameHeader {
 /// # Errors
 /// [`FrameError::BodyChecksum`]; the body must not be used then.
 pub fn verify_body(body: &[u8], found: u32) -> Result<(), FrameError> {
-    match crc32c(body) {
-        computed if computed == found => Ok(()),
-        computed => Err(FrameError::BodyChecksum { found, computed }),
+    verify(crc32c(body), found)
+}
+
+fn verify(computed: u32, found: u32) -> Result<(), FrameError> {
+    match computed == found {
+        true => Ok(()),
+        false => Err(FrameError::BodyChecksum { found, computed }),
+    }
+}
+
+/// Checksum of a body that comes piece by piece, computed while each piece is still in the processor's cache.
+pub struct BodyCheck(Digest);
+
+impl Default for BodyCheck {
+    fn default() -> Self {
+        Self(Digest::new(CrcAlgorithm::Crc32Iscsi))
+    }
+}
+
+impl BodyCheck {
+    /// The next piece.
+    pub fn update(&mut self, piece: &[u8]) {
+        self.0.update(piece);
+    }
+
+    /// As [`verify_body`] of all pieces together.
+    ///
+    /// # Errors
+    /// [`FrameError::BodyChecksum`]; the body must not be used then.
+    pub fn verify(self, found: u32) -> Result<(), FrameError> {
+        verify(self.0.finalize() as u32, found)
     }
 }
 
@@ -303,9 +331,9 @@ pub fn body_crc(parts: &[&[u8]]) -> u32 {
         [] => crc32c(&[]),
         [only] => crc32c(only),
         _ => {
-            let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
-            parts.iter().for_each(|part| digest.update(part));
-            digest.finalize() as u32
+            let mut check = BodyCheck::default();
+            parts.iter().for_each(|part| check.update(part));
+            check.0.finalize() as u32
         }
     }
 }

@@ -1,7 +1,8 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
 //! of a tensor as a slice ([`memory`]), loops for few rows on the CPU ([`cpu_attention`], [`cpu_rows`], [`cpu_mlp`]) and
-//! the threads that share them ([`Crew`]), libtorch on a GPU ([`cuda`]), control over this process ([`process`]), and memory
-//! shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]).
+//! the threads that share them ([`Crew`]), libtorch on a GPU ([`cuda`]), control over this process ([`process`]), memory
+//! shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]), and sockets that are read without
+//! waiting ([`socket`]).
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
@@ -15,6 +16,7 @@ mod mapped;
 pub mod memory;
 pub mod process;
 pub mod shm;
+pub mod socket;
 mod zeroed;
 
 pub use crew::Crew;

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::intake::Intake;
+use super::intake::{FrameReader, Intake, Progress};
 use super::port::Port;
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{FrameHeader, body_crc};
@@ -38,8 +38,10 @@ impl BareWire {
 
     /// These bytes arrive as a frame, or what is left of one.
     pub fn deliver(&self, bytes: &[u8]) {
-        if let Err(end) = self.intake.read_frame(&mut &*bytes) {
-            self.intake.inbox.end(end);
+        match FrameReader::new(self.intake.clone()).read(&mut &*bytes) {
+            Ok(Progress::Frame) => self.intake.inbox.ring(),
+            Ok(Progress::Waits { .. }) => {}
+            Err(end) => self.intake.inbox.end(end),
         }
     }
 
@@ -79,12 +81,9 @@ impl HopLink for BareLink {
     }
 
     fn close(&mut self, reason: &str) {
-        if self.port.inbox.ended().is_some() {
-            return;
+        if let Some((header, text)) = self.port.close(reason) {
+            self.push(&header, &[text]);
         }
-        self.port.inbox.end(self.port.inbox.closed(reason));
-        let (header, text) = self.port.close_frame(reason);
-        self.push(&header, &[text]);
     }
 
     fn stats(&self) -> Arc<LinkStats> {

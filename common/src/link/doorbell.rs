@@ -1,17 +1,20 @@
 //! How a link wakes the engine thread that drives it.
 use std::fmt;
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use afd_ffi::futex::{self, Scope};
 use afd_ffi::shm::Watch;
+use afd_ffi::socket::Readiness;
 
 /// Wakes an engine thread that sleeps until one of its links has something to say.
 ///
 /// One bell per engine, shared by all its links. Rings are counted, so none is lost between looking and sleeping:
-/// read [`count`](Self::count), poll every link, then [`wait`](Self::wait) with the count read before. Links over shared
-/// memory have no thread that could ring: the bell sleeps on their lanes as well.
+/// read [`count`](Self::count), poll every link, then [`wait`](Self::wait) with the count read before. Most links have no
+/// thread that could ring: the bell sleeps on the lanes of those over shared memory, or on the sockets of those over TCP. No
+/// call of the kernel waits for both, so whoever comes second needs a thread that rings.
 #[derive(Clone, Default)]
 pub struct Doorbell {
     inner: Arc<Inner>,
@@ -22,6 +25,9 @@ struct Inner {
     count: AtomicU32,
     sleepers: AtomicU32,
     lanes: Mutex<Vec<Weak<Watch>>>,
+    /// Sockets in `readiness`. Changed while `lanes` is held.
+    num_sockets: AtomicU32,
+    readiness: OnceLock<Readiness>,
 }
 
 impl Doorbell {
@@ -30,6 +36,7 @@ impl Doorbell {
         self.inner.count.fetch_add(1, SeqCst);
         if self.inner.sleepers.load(SeqCst) > 0 {
             futex::wake(&self.inner.count, Scope::Process);
+            self.inner.readiness.get().into_iter().for_each(Readiness::wake);
         }
     }
 
@@ -53,7 +60,9 @@ impl Doorbell {
             if left.is_some_and(|left| left.is_zero()) {
                 break false;
             }
-            self.sleep(seen as u32, &lanes, left);
+            if self.sleep(seen as u32, &lanes, left) {
+                break true;
+            }
         };
         lanes.iter().for_each(|lane| lane.set_sleeping(false));
         self.inner.sleepers.fetch_sub(1, SeqCst);
@@ -65,7 +74,9 @@ impl Doorbell {
     pub(super) fn watch(&self, lane: &Arc<Watch>) -> bool {
         let mut lanes = self.lock_lanes();
         lanes.retain(|lane| lane.strong_count() > 0);
-        let watched = lanes.len() + 1 < futex::MAX_WORDS && futex::can_wait_any();
+        let watched = self.inner.num_sockets.load(SeqCst) == 0
+            && lanes.len() + 1 < futex::MAX_WORDS
+            && futex::can_wait_any();
         if watched {
             lanes.push(Arc::downgrade(lane));
         }
@@ -75,16 +86,44 @@ impl Doorbell {
         watched
     }
 
-    fn sleep(&self, seen: u32, lanes: &[Arc<Watch>], left: Option<Duration>) {
+    /// Wakes whenever this socket can be read, for as long as somebody holds what is returned: whoever waits must have read
+    /// it until nothing was left. `None` where the bell sleeps on lanes, or the system has no descriptors left: a thread has
+    /// to ring for the socket then.
+    pub(super) fn watch_socket(&self, socket: &Arc<TcpStream>) -> Option<SocketWatch> {
+        let mut lanes = self.lock_lanes();
+        lanes.retain(|lane| lane.strong_count() > 0);
+        if !lanes.is_empty() {
+            return None;
+        }
+        if self.inner.readiness.get().is_none() {
+            // Nobody else sets it while the lanes are held.
+            let _ = self.inner.readiness.set(Readiness::new().ok()?);
+        }
+        self.inner.readiness.get()?.add(socket).ok()?;
+        self.inner.num_sockets.fetch_add(1, SeqCst);
+        drop(lanes);
+        self.ring();
+        Some(SocketWatch { bell: self.clone(), socket: Arc::clone(socket) })
+    }
+
+    /// Returns whether a socket can be read.
+    fn sleep(&self, seen: u32, lanes: &[Arc<Watch>], left: Option<Duration>) -> bool {
+        if self.inner.num_sockets.load(SeqCst) > 0
+            && let Some(sockets) = self.inner.readiness.get()
+        {
+            return sockets.wait(left);
+        }
         let own = (&self.inner.count, seen, Scope::Process);
         if lanes.is_empty() {
-            return futex::wait(own.0, own.1, own.2, left);
+            futex::wait(own.0, own.1, own.2, left);
+            return false;
         }
         let words: Vec<_> = std::iter::once(own).chain(lanes.iter().map(|lane| lane.word())).collect();
         if futex::wait_any(&words, left).is_err() {
             // Worked when the lane was added; whatever changed, the engine must not spin.
             futex::wait(own.0, own.1, own.2, Some(Duration::from_millis(1)));
         }
+        false
     }
 
     fn live_lanes(&self) -> Vec<Arc<Watch>> {
@@ -93,6 +132,21 @@ impl Doorbell {
 
     fn lock_lanes(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Watch>>> {
         self.inner.lanes.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// A socket that a bell sleeps on; no longer once it is dropped.
+pub(super) struct SocketWatch {
+    bell: Doorbell,
+    socket: Arc<TcpStream>,
+}
+
+impl Drop for SocketWatch {
+    fn drop(&mut self) {
+        let lanes = self.bell.lock_lanes();
+        self.bell.inner.readiness.get().into_iter().for_each(|sockets| sockets.remove(&self.socket));
+        self.bell.inner.num_sockets.fetch_sub(1, SeqCst);
+        drop(lanes);
     }
 }
 
@@ -114,6 +168,30 @@ mod tests {
         assert!(bell.wait(seen, None));
         let soon = Instant::now() + Duration::from_millis(2);
         assert!(!bell.wait(bell.count(), Some(soon)));
+    }
+
+    #[test]
+    fn a_socket_wakes_while_it_is_watched_and_rings_do_so_too() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (near, bell) = (Arc::new(listener.accept().unwrap().0), Doorbell::default());
+        let patience = || Some(Instant::now() + Duration::from_secs(20));
+        let watch = bell.watch_socket(&near).unwrap();
+        let seen = bell.count();
+        std::thread::scope(|scope| {
+            scope.spawn(|| std::io::Write::write_all(&mut far, b"a").unwrap());
+            assert!(bell.wait(seen, patience()));
+        });
+        assert!(bell.wait(seen, patience()), "until it is read");
+        drop(watch);
+        let soon = Instant::now() + Duration::from_millis(2);
+        assert!(!bell.wait(seen, Some(soon)), "no longer");
+        let _watch = bell.watch_socket(&Arc::new(far)).unwrap();
+        let seen = bell.count();
+        std::thread::scope(|scope| {
+            scope.spawn(|| bell.ring());
+            assert!(bell.wait(seen, patience()));
+        });
     }
 
     #[test]

@@ -72,6 +72,11 @@ impl Inbox {
         true
     }
 
+    /// Tells the engine that something was left.
+    pub(super) fn ring(&self) {
+        self.bell.ring();
+    }
+
     /// Ends the link; the first reason stays.
     pub(super) fn end(&self, error: LinkError) {
         self.lock().end.get_or_insert(error);

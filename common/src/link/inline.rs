@@ -15,10 +15,10 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
-use super::attach::AttachError;
 use super::grants::{LinkId, Refusal, Secret, Ticket};
 use super::inbox::Inbox;
 use super::port::Port;
+use super::socket::AttachError;
 use super::{Body, Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{
     FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, body_crc, verify_body,
@@ -178,9 +178,7 @@ impl HopLink for InlineLink {
     }
 
     fn close(&mut self, reason: &str) {
-        if self.port.inbox.ended().is_none() {
-            self.port.inbox.end(self.port.inbox.closed(reason));
-            let (header, text) = self.port.close_frame(reason);
+        if let Some((header, text)) = self.port.close(reason) {
             // A failure means that the peer is gone already.
             let _ = self.push(&header, &[text]);
         }

@@ -28,6 +28,7 @@ pub mod pairs;
 pub mod pool;
 mod port;
 pub mod shm;
+mod socket;
 mod stats;
 mod stream;
 pub mod tcp;

@@ -53,6 +53,11 @@ impl PooledBuf {
         &mut self.buf[..self.len]
     }
 
+    /// Only the first `len` bytes were written.
+    pub(super) fn shorten(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
     /// Fills it with the concatenation of `parts`, which is as long as what was asked for.
     pub(super) fn copy_parts(&mut self, parts: &[&[u8]]) {
         let mut rest = self.bytes_mut();

@@ -65,8 +65,17 @@ impl Port {
         Ok(None)
     }
 
+    /// Ends this end. Returns the farewell that is still to be sent, the first time.
+    pub(super) fn close<'a>(&self, reason: &'a str) -> Option<(FrameHeader, &'a [u8])> {
+        if self.inbox.ended().is_some() {
+            return None;
+        }
+        self.inbox.end(self.inbox.closed(reason));
+        Some(self.close_frame(reason))
+    }
+
     /// The frame that tells the peer why the link ends, and as much of the reason as fits into it.
-    pub(super) fn close_frame<'a>(&self, reason: &'a str) -> (FrameHeader, &'a [u8]) {
+    fn close_frame<'a>(&self, reason: &'a str) -> (FrameHeader, &'a [u8]) {
         let reason = &reason[..reason.floor_char_boundary(MAX_TEXT_BYTES as usize)];
         let header = FrameHeader {
             kind: FrameKind::Close,

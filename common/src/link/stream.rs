@@ -3,10 +3,11 @@
 //! Clones share the connection. One thread may read while another writes: what waits for the socket holds no lock that the
 //! other direction needs. Under TLS a write is [sealed](LinkStream::seal) first and then written like any other bytes, so that
 //! whoever writes without blocking goes on doing so; records are allocated there, which in the clear nothing is.
-use std::io::{self, Read, Write};
+use std::io::{self, IoSliceMut, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use afd_ffi::socket::recv_now;
 use rustls::Connection;
 
 /// What one read takes from the socket: a whole record of TLS.
@@ -46,8 +47,13 @@ impl LinkStream {
     }
 
     /// The socket, for its options, its end, and for bytes that are sealed already.
-    pub fn socket(&self) -> &TcpStream {
+    pub fn socket(&self) -> &Arc<TcpStream> {
         &self.stream
+    }
+
+    /// Reads without ever blocking: `WouldBlock` where nothing whole is there.
+    pub(super) fn now(&self) -> Now<'_> {
+        Now(self)
     }
 
     /// Whether what is written must be sealed.
@@ -81,7 +87,7 @@ impl LinkStream {
 }
 
 impl Tls {
-    fn read(&self, mut socket: &TcpStream, buf: &mut [u8]) -> io::Result<usize> {
+    fn read(&self, mut socket: impl Read, buf: &mut [u8]) -> io::Result<usize> {
         let mut arrived = lock(&self.arrived);
         loop {
             let mut session = lock(&self.session);
@@ -123,9 +129,49 @@ impl Read for &LinkStream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match &self.tls {
             None => (&*self.stream).read(buf),
-            Some(tls) => tls.read(&self.stream, buf),
+            Some(tls) => tls.read(&*self.stream, buf),
         }
     }
+
+    fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match &self.tls {
+            None => (&*self.stream).read_vectored(bufs),
+            Some(tls) => read_first(bufs, |buf| tls.read(&*self.stream, buf)),
+        }
+    }
+}
+
+/// See [`LinkStream::now`].
+pub(super) struct Now<'a>(&'a LinkStream);
+
+/// The bare socket, never waited for.
+struct SocketNow<'a>(&'a TcpStream);
+
+impl Read for Now<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.read_vectored(&mut [IoSliceMut::new(buf)])
+    }
+
+    fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match &self.0.tls {
+            None => recv_now(&*self.0.stream, bufs),
+            Some(tls) => read_first(bufs, |buf| tls.read(SocketNow(&self.0.stream), buf)),
+        }
+    }
+}
+
+impl Read for SocketNow<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        recv_now(self.0, &mut [IoSliceMut::new(buf)])
+    }
+}
+
+/// Fills the first place that has room: what is opened of TLS is copied anyway.
+fn read_first(
+    bufs: &mut [IoSliceMut<'_>],
+    read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
+) -> io::Result<usize> {
+    bufs.iter_mut().find(|buf| !buf.is_empty()).map_or(Ok(0), |buf| read(buf))
 }
 
 /// Blocks as the socket does: for handshakes, where one thread does both.

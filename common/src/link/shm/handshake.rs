@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use afd_ffi::shm::{Nonce, Segment, Shape};
 use rand::RngCore;
 
-use crate::link::attach::{AttachError, Socket, answer_bytes};
 use crate::link::grants::Refusal;
+use crate::link::socket::{AttachError, Socket, answer_bytes};
 
 /// Where shared memory lies. Containers have one of their own unless they are told to share it.
 const FOLDER: &str = "/dev/shm";

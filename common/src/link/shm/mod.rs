@@ -11,9 +11,9 @@ use std::thread::{Builder, JoinHandle};
 
 use afd_ffi::shm::{PushError, Receiver, Segment, Sender, Shape, Side, Slot, Watch};
 
-use super::attach::{AttachError, Socket};
 use super::inbox::Inbox;
 use super::port::Port;
+use super::socket::{AttachError, Socket};
 use super::stream::LinkStream;
 use super::{Body, Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{FrameHeader, FrameKind, HEADER_BYTES, MAX_TEXT_BYTES, body_crc, verify_body};
@@ -176,10 +176,7 @@ impl HopLink for ShmLink {
     }
 
     fn close(&mut self, reason: &str) {
-        if self.port.inbox.ended().is_some() {
-            return;
-        }
-        let (header, text) = self.port.close_frame(reason);
+        let Some((header, text)) = self.port.close(reason) else { return };
         // Without a free slot the peer only learns that the link is gone.
         let _ = self.push(&header, &[text]);
         self.end(self.port.inbox.closed(reason));

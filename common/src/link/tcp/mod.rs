@@ -1,37 +1,52 @@
 //! Frames on a TCP connection: the link of hosts without a GPU fabric.
 //!
 //! `send` tries a non-blocking write from the caller's memory, which nearly always takes the whole frame; what is left
-//! goes to a [writer thread](outbox). A reader thread reads whole frames into pooled buffers, verifies them and rings
-//! the bell. [`attach`](super::attach) says how a connection becomes a link. A shutdown of the socket ends every blocking call, so both
-//! threads are joined when the link is dropped.
+//! goes to a [writer thread](outbox). The engine that polls reads the socket itself, into pooled buffers, and its bell sleeps
+//! on the socket: between a frame's arrival and the engine stands no other thread. A [reader thread](reader) takes over for
+//! the rest of a large body, so that it comes in while the engine computes; after a farewell, so that the peer gets rid of
+//! what it still sends; and for good where the engine's bell cannot sleep on sockets. [`attach`](super::attach) says how a
+//! connection becomes a link. A shutdown of the socket ends every blocking call, so both threads are joined when the link
+//! is dropped.
 use std::io;
 use std::net::Shutdown;
 use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 
-use super::intake::Intake;
+use super::doorbell::SocketWatch;
+use super::intake::{FrameReader, Intake, Progress};
 use super::port::Port;
+use super::socket::{AttachError, Socket};
+use super::stream::LinkStream;
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{FrameHeader, HEADER_BYTES, MAX_TEXT_BYTES, body_crc};
 
 mod outbox;
 mod reader;
 
-use super::attach::{AttachError, Socket};
-use super::stream::LinkStream;
 use outbox::Outbox;
+use reader::{Errand, Thread, end_link};
 
 /// Longest time that dropping a link waits for a peer that does not take what was sent before.
 const LINGER: Duration = Duration::from_millis(250);
+/// A body of which more than this is still to come is left to the reader thread.
+const LARGE_BYTES: usize = 1 << 20;
 
 /// One end of a link over TCP.
 pub struct TcpLink {
     port: Port,
     stream: LinkStream,
     outbox: Arc<Outbox>,
+    bell: Doorbell,
+    /// The engine reads; otherwise the thread does.
+    reader: Option<FrameReader>,
+    /// Held while the bell sleeps on the socket.
+    watch: Option<SocketWatch>,
+    errands: Option<Sender<Errand>>,
+    done: Receiver<FrameReader>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -49,21 +64,35 @@ impl TcpLink {
         socket.set_write_timeout(None)?;
         let keepalive =
             TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
-        SockRef::from(socket).set_tcp_keepalive(&keepalive.with_retries(3))?;
+        SockRef::from(&**socket).set_tcp_keepalive(&keepalive.with_retries(3))?;
 
         let frame_bytes = HEADER_BYTES + limits.max_body_bytes.max(MAX_TEXT_BYTES) as usize;
         let outbox = Arc::new(Outbox::new(2 * limits.credits as usize + 1, frame_bytes));
-        let port = Port::new(limits, bell);
-        let mut link = Self { port, stream, outbox, threads: Vec::with_capacity(2) };
+        let port = Port::new(limits, bell.clone());
+        let (errands, asked) = mpsc::channel();
+        let (given_back, done) = mpsc::channel();
+        let reader = Some(FrameReader::new(Intake::new(&port)));
+        let mut link = Self {
+            port,
+            stream,
+            outbox,
+            bell,
+            reader,
+            watch: None,
+            errands: Some(errands),
+            done,
+            threads: Vec::with_capacity(2),
+        };
         let (stream, outbox) = (link.stream.clone(), Arc::clone(&link.outbox));
         link.threads
             .push(Builder::new().name("tcp-write".into()).spawn(move || outbox.run(stream.socket()))?);
-        let reader = reader::Reader {
+        let thread = Thread {
             stream: link.stream.clone(),
-            intake: Intake::new(&link.port),
             outbox: Arc::clone(&link.outbox),
+            errands: asked,
+            done: given_back,
         };
-        link.threads.push(Builder::new().name("tcp-read".into()).spawn(move || reader.run())?);
+        link.threads.push(Builder::new().name("tcp-read".into()).spawn(move || thread.run())?);
         Ok(link)
     }
 
@@ -76,6 +105,43 @@ impl TcpLink {
         let encoded = header.encode(body_crc(body));
         self.outbox.write(&self.stream, &encoded, body)
     }
+
+    /// Reads one frame into the inbox. Returns whether there was one.
+    fn read_frame(&mut self) -> bool {
+        if self.reader.is_none() {
+            self.reader = self.done.try_recv().ok();
+        }
+        if self.reader.is_some() && self.watch.is_none() {
+            self.watch = self.bell.watch_socket(self.stream.socket());
+            if self.watch.is_none() {
+                self.hand_over(Errand::Everything);
+            }
+        }
+        let Some(reader) = &mut self.reader else { return false };
+        match reader.read(&mut self.stream.now()) {
+            Ok(Progress::Frame) => true,
+            Ok(Progress::Waits { missing }) => {
+                if missing > LARGE_BYTES {
+                    self.hand_over(Errand::OneFrame);
+                }
+                false
+            }
+            Err(end) => {
+                end_link(reader, &self.stream, &self.outbox, end);
+                (self.reader, self.watch) = (None, None);
+                false
+            }
+        }
+    }
+
+    /// Lets the thread read from here on.
+    fn hand_over(&mut self, errand: impl FnOnce(FrameReader) -> Errand) {
+        self.watch = None;
+        if let (Some(reader), Some(errands)) = (self.reader.take(), &self.errands) {
+            // It listens until `errands` is dropped.
+            let _ = errands.send(errand(reader));
+        }
+    }
 }
 
 impl HopLink for TcpLink {
@@ -86,7 +152,7 @@ impl HopLink for TcpLink {
     fn send(&mut self, mut header: FrameHeader, body: &[&[u8]]) -> Result<(), LinkError> {
         self.port.check_send(&mut header, body)?;
         if let Err(error) = self.write(&header, body) {
-            // The reader still hands out what came before, the peer's farewell included; then it ends the link.
+            // `poll_recv` still hands out what came before, the peer's farewell included; then it ends the link.
             let _ = self.stream.socket().shutdown(Shutdown::Both);
             return Err(self.port.inbox.lost(error));
         }
@@ -95,18 +161,24 @@ impl HopLink for TcpLink {
     }
 
     fn poll_recv(&mut self) -> Result<Option<InFrame>, LinkError> {
-        self.port.poll_recv()
+        loop {
+            // What the thread has left comes first.
+            if let Some(frame) = self.port.poll_recv()? {
+                return Ok(Some(frame));
+            }
+            if !self.read_frame() {
+                // Whether or not that was the end.
+                return self.port.poll_recv();
+            }
+        }
     }
 
     fn close(&mut self, reason: &str) {
-        if self.port.inbox.ended().is_some() {
-            return;
-        }
-        self.port.inbox.end(self.port.inbox.closed(reason));
-        let (header, text) = self.port.close_frame(reason);
+        let Some((header, text)) = self.port.close(reason) else { return };
         // A failure means that the peer is gone already.
         let _ = self.write(&header, &[text]);
         self.outbox.finish();
+        self.hand_over(Errand::Everything);
     }
 
     fn stats(&self) -> Arc<LinkStats> {
@@ -120,6 +192,7 @@ impl Drop for TcpLink {
         self.outbox.finish();
         self.outbox.wait_done(LINGER);
         let _ = self.stream.socket().shutdown(Shutdown::Both);
+        self.errands = None;
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
