@@ -14,7 +14,8 @@ use super::clock::WallClock;
 use super::control::{ControlSettings, Shared};
 use super::directory::Directory;
 use super::local::{self, TooManyRows};
-use super::port::{PortParts, PortSettings, RemoteFfn};
+use super::port::{PortParts, RemoteFfn};
+use super::settings::PortSettings;
 use super::stats::FfnStats;
 use crate::engine::FfnPort;
 

@@ -6,7 +6,6 @@ use afd_common::placement::{LayerPlacement, row_salt};
 use afd_ffi::{FfiError, memory};
 use tch::{Device, Kind, Tensor};
 
-use super::outstanding::row_kind;
 use super::routes::{Share, split};
 use crate::engine::SideTensors;
 
@@ -146,4 +145,12 @@ fn as_wire(tensor: &Tensor, kind: Kind) -> Result<Tensor, tch::TchError> {
     let tensor = if tensor.kind() == kind { tensor.shallow_clone() } else { tensor.f_to_kind(kind)? };
     // From a GPU this waits until the rows are there.
     tensor.f_to_device(Device::Cpu)?.f_contiguous()
+}
+
+/// tch's name of a row type.
+pub fn row_kind(rows: RowType) -> Kind {
+    match rows {
+        RowType::F32 => Kind::Float,
+        RowType::Bf16 => Kind::BFloat16,
+    }
 }

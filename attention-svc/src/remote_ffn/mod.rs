@@ -3,7 +3,7 @@
 //! On a token's path: the engine dispatches a layer's rows ([`port`]), they are kept ([`kept`]), shared out over the shards
 //! ([`routes`]) and their parts tracked ([`hop_table`]) until every partial sum is back. Beside it, in tokio: [`directory`]
 //! finds the ranks behind `--ffn` and says how they stand ([`standing`]), one [`control`] task per rank joins ([`joining`],
-//! [`roster`]), opens links and sends plans ([`announce`] says which); [`edge`] is what both sides say to each other. Between
+//! [`roster`]), opens links and sends plans ([`announce`] says which); [`edge`] is what both sides say to each other, [`settings`] what the port is told. Between
 //! GPUs a stream drives the links ([`stream_joining`], [`stream_edge`]) and whole steps are enqueued ([`streams`]). [`local`] puts the FFN into this
 //! process instead (`--ffn local`), and [`connect`] puts the parts together.
 pub mod announce;
@@ -22,6 +22,7 @@ pub mod port;
 pub mod recorder;
 pub mod roster;
 pub mod routes;
+pub mod settings;
 pub mod standing;
 pub mod stats;
 pub mod stream_edge;

@@ -1,13 +1,13 @@
 //! The hops a step waits for: their rows, which shard still owes its part, and what was refused.
-use afd_common::frame::{FrameHeader, FrameKind, RowType};
+use afd_common::frame::{FrameHeader, FrameKind};
 use afd_common::ids::{HopKey, StepId};
 use afd_common::link::InFrame;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 use tonic::Code;
 
 use super::edge::Edge;
 use super::hop_table::{Arrival, HopTable};
-use super::kept::Kept;
+use super::kept::{Kept, row_kind};
 use crate::engine::FfnLoss;
 
 /// Outstanding hops of the current step.
@@ -110,13 +110,5 @@ impl Outstanding {
         self.table.clear();
         self.kept.clear();
         self.rejected = None;
-    }
-}
-
-/// tch's name of a row type.
-pub fn row_kind(rows: RowType) -> Kind {
-    match rows {
-        RowType::F32 => Kind::Float,
-        RowType::Bf16 => Kind::BFloat16,
     }
 }

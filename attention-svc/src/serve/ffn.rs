@@ -23,7 +23,7 @@ use crate::membership::announced::Announced;
 use crate::remote_ffn::connect::{self, Way};
 use crate::remote_ffn::control::{ControlSettings, Peer};
 use crate::remote_ffn::directory::{Directory, DirectoryError};
-use crate::remote_ffn::port::PortSettings;
+use crate::remote_ffn::settings::PortSettings;
 use crate::remote_ffn::stream_joining::StreamSettings;
 use crate::remote_ffn::streams::StreamPlace;
 

@@ -1,0 +1,59 @@
+//! Whole steps over links that a stream drives: the port's other face.
+use std::sync::Arc;
+use std::time::Duration;
+
+use afd_common::ids::StepId;
+use afd_gpu::{Completion, Stream};
+
+use super::RemoteFfn;
+use crate::device::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
+use crate::engine::FfnLoss;
+use crate::remote_ffn::streams::{Streams, decode_plan};
+
+/// Whole decode steps, over links that a stream drives.
+impl StreamFfn for RemoteFfn {
+    fn max_rows(&self) -> usize {
+        self.streams.as_ref().map_or(0, Streams::max_rows)
+    }
+
+    /// The ranks have made everything when they joined.
+    fn prepare(&mut self, _padded_rows: &[usize]) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
+    fn announce(&mut self, step: StepId, padded_rows: &[usize], run: StepRun) -> Result<(), FfnLoss> {
+        let (plan, now) = (decode_plan(step, padded_rows, run), self.clock.now());
+        let stats = Arc::clone(&self.stats);
+        self.streams()?.announce(&plan, &stats, now)
+    }
+
+    fn dispatch(&mut self, stream: &Stream, hop: StreamHop, rows: &HopRows<'_>) -> Result<(), FfnLoss> {
+        let StreamHop { layer, stage, padded_rows } = hop;
+        self.streams()?.put_hop(stream, layer, stage.0.into(), padded_rows, rows)
+    }
+
+    fn combine(&mut self, stream: &Stream, hop: StreamHop) -> Result<Summand, FfnLoss> {
+        let StreamHop { layer, stage, padded_rows } = hop;
+        self.streams()?.wait_hop(stream, layer, stage.0.into(), padded_rows)
+    }
+
+    fn settle(&mut self, stream: &Stream) -> Result<(), FfnLoss> {
+        self.streams()?.settle(stream)
+    }
+
+    fn watch(&mut self, mark: &Completion, deadline: Duration) -> Result<(), FfnLoss> {
+        let late = |error| FfnLoss::Fatal { what: format!("a decode step does not end: {error}") };
+        self.streams()?.watch(mark, deadline).map_err(late)
+    }
+
+    fn check(&mut self) -> Result<(), FfnLoss> {
+        let (stats, now) = (Arc::clone(&self.stats), self.clock.now());
+        let checked = self.streams()?.check(&stats, now);
+        self.note_readiness();
+        checked
+    }
+
+    fn generation(&self) -> u64 {
+        self.streams.as_ref().map_or(0, Streams::generation)
+    }
+}
