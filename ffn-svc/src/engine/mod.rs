@@ -20,6 +20,7 @@ use tokio::sync::{oneshot, watch};
 use crate::model::ExpertCounts;
 
 mod accounts;
+mod clock;
 mod hop_error;
 mod metrics;
 mod stage_model;
