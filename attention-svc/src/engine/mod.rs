@@ -1,20 +1,23 @@
 //! The engine: one OS thread that owns the model, the KV cache's tensors and the way to the FFN. On a token's path it
 //! stands between the scheduler, which says what to run, and the sampler, which chooses from the logits.
 //!
-//! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `forward` (the
-//! layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens to events). Beside them, `trace`
-//! and `profile` record what is wanted of it.
+//! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `readiness` (whether
+//! steps can run) → `step` → `forward` (the layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to
+//! tokens to events) → `ends` (of sequences). Beside them, `trace` and `profile` record what is wanted of it.
 mod active;
 mod attention_port;
 mod cached_attention;
 mod choose;
 mod config;
+mod ends;
 mod ffn_port;
 mod forward;
 mod handle;
 mod metrics;
 mod profile;
+mod readiness;
 mod run;
+mod step;
 #[cfg(test)]
 mod tests;
 mod thread;

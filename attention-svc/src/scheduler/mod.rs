@@ -22,7 +22,7 @@ use std::time::Instant;
 pub use self::batch::Stage;
 use self::sequence::Sequence;
 pub use self::sequence::{NewSequence, SequenceView};
-pub use self::stage_count::{ChosenStages, StageCounts};
+pub use self::stage_count::{ChosenStages, StageCounts, StepLoad};
 pub use self::stages::{StagePick, StageRules};
 pub use self::step::{LogitRows, Phase, Step, StepItem};
 use crate::kv_cache::BlockPool;
