@@ -18,6 +18,8 @@ struct Setup {
     rows: u32,
     /// A rank that stops after so many steps, if any.
     stops: Option<(usize, u64)>,
+    /// Steps of an answer, and how long a rank has nothing to do after it; ranks begin at different places of theirs.
+    answers: Option<(u64, u64)>,
 }
 
 #[derive(Debug)]
@@ -90,7 +92,11 @@ fn run(setup: &Setup, micros: u64) -> Outcome {
                 let stopped =
                     setup.stops.is_some_and(|(who, after)| who == rank && ranks[rank].steps >= after);
                 let think = setup.think[rank] as f64 * (1.0 + setup.jitter * random.next());
-                ranks[rank].next = (!stopped).then_some((end + think as u64, key));
+                let pause = setup.answers.filter(|(steps, _)| {
+                    key.layer.0 == 0 && (ranks[rank].steps + 7 * rank as u64).is_multiple_of(*steps)
+                });
+                let pause = pause.map_or(0, |(_, pause)| pause);
+                ranks[rank].next = (!stopped).then_some((end + think as u64 + pause, key));
             }
             convoys.handle_executed(batch.drain(..).map(|hop| (hop.source, hop.key)), rows, now, end);
             (now, free) = (end, end);
@@ -115,6 +121,7 @@ fn weight_bound() -> Setup {
         ffn_per_row: 5,
         rows: 8,
         stops: None,
+        answers: None,
     }
 }
 
@@ -129,6 +136,22 @@ fn two_ranks_meet_at_every_layer_while_the_ffn_is_the_bottleneck() {
     let steps = |outcome: &Outcome| outcome.steps.iter().sum::<u64>() as f64;
     assert!(steps(&boarded) > 1.3 * steps(&alone), "{} {}", steps(&boarded), steps(&alone));
     assert!(boarded.longest_hold_us <= 2000, "{boarded:?}");
+}
+
+/// Answers end and others begin, every half second or so: what was aligned is not, for a moment.
+#[test]
+fn ranks_that_pause_between_answers_meet_again() {
+    for pause in [500, 3_000, 20_000] {
+        let setup = Setup { answers: Some((40, pause)), ..weight_bound() };
+        let alone = run(&Setup { board_us: 0, ..setup.clone() }, LONG);
+        let boarded = run(&setup, LONG);
+        println!(
+            "pauses of {pause} us: {:.3} and {:.3}",
+            boarded.ranks_per_execution(),
+            alone.ranks_per_execution()
+        );
+        assert!(boarded.ranks_per_execution() > 1.8 * alone.ranks_per_execution(), "{boarded:?} {alone:?}");
+    }
 }
 
 #[test]

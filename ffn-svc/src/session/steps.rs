@@ -249,3 +249,6 @@ fn timing(hop: &HopTimes) -> v1::HopTiming {
 pub(super) fn now_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64
 }
+
+#[cfg(test)]
+mod tests;
