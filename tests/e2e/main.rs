@@ -12,6 +12,7 @@ mod network;
 mod pair;
 mod plans;
 mod scale;
+mod shutdown;
 mod stages;
 mod standing;
 mod start;

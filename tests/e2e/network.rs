@@ -1,7 +1,7 @@
 //! The network between the roles goes wrong: frames are damaged, doubled, cut short and late, and nothing gets through one
 //! way or both. Through a proxy on real TCP; the text goes on, and it is the same text.
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Harm, Network, Way};
@@ -93,7 +93,7 @@ async fn a_network_cut_both_ways_or_one_way_is_survived_with_a_replica() -> anyh
         let mut cut = None;
         let pause = story::goes_on(&mut deployment, async |deployment, num_tokens| {
             if num_tokens >= 40 && cut.is_none() {
-                let active = active(deployment).await?;
+                let active = story::active(deployment).await?;
                 networks[active].cut(ways);
                 cut = Some(active);
             }
@@ -108,21 +108,6 @@ async fn a_network_cut_both_ways_or_one_way_is_survived_with_a_replica() -> anyh
         deployment.wait_in_use(0, 2, Duration::from_secs(30)).await?;
     }
     Ok(())
-}
-
-/// The FFN rank that rows go to: the first that serves another hop.
-async fn active(deployment: &Deployment) -> anyhow::Result<usize> {
-    let hops = async |rank| deployment.ffn_metric(rank, "afd_ffn_batch_hops_count").await;
-    let before = [hops(0).await?, hops(1).await?];
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while Instant::now() < deadline {
-        for (rank, before) in before.iter().enumerate() {
-            if hops(rank).await? > *before {
-                return Ok(rank);
-            }
-        }
-    }
-    anyhow::bail!("no FFN rank serves a hop")
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ fn shards(shards: u32) -> Ffn {
 }
 
 /// Every prompt of a fixture, all at once, spread over the attention ranks of one deployment: token for token.
-async fn serves(deployment: &Deployment, name: &str) -> anyhow::Result<()> {
+pub(crate) async fn serves(deployment: &Deployment, name: &str) -> anyhow::Result<()> {
     let expected = fixtures::expected(name)?;
     let ranks = deployment.attention.len();
     let asked = expected.prompts.iter().enumerate().map(|(index, prompt)| {
@@ -63,7 +63,7 @@ async fn every_link_with_one_two_and_three_shards_serves_dense_and_moe() -> anyh
     Ok(())
 }
 
-/// Attention ranks × shards × replicas; all of 1..4 × 1..4 with `--full`.
+/// Attention ranks × shards × replicas; all of 1..4 × 1..4 with `--full`. One request alone, then all at once.
 #[tokio::test]
 async fn any_number_of_attention_ranks_works_with_any_number_of_ffn_ranks() -> anyhow::Result<()> {
     let mut layouts = vec![(2, 1, 1), (1, 2, 2), (3, 2, 1), (2, 1, 3), (1, 4, 1), (4, 1, 2)];
@@ -74,7 +74,13 @@ async fn any_number_of_attention_ranks_works_with_any_number_of_ffn_ranks() -> a
         let ffn = Ffn::Remote { shards: num_shards, replicas };
         let spec = DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), ffn).attention_ranks(ranks);
         let deployment = Deployment::start(spec).await?;
-        serves(&deployment, "tiny-mixtral").await.with_context(|| format!("{ranks}A, {ffn:?}"))?;
+        let served = async {
+            let alone = fixtures::expected("tiny-mixtral")?.prompts.remove(0);
+            let answer = deployment.greedy(0, &alone.input_ids, alone.generated_ids.len() as u32).await?;
+            oracle::same(&alone.generated_ids, &answer)?;
+            serves(&deployment, "tiny-mixtral").await
+        };
+        served.await.with_context(|| format!("{ranks}A, {ffn:?}"))?;
     }
     Ok(())
 }

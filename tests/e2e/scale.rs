@@ -7,7 +7,9 @@ use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
 use afd_tests::oracle;
 use anyhow::{Context, ensure};
+use serde_json::{Value, json};
 
+use crate::start::attention;
 use crate::story::{self, MODEL};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -119,6 +121,51 @@ async fn an_attention_rank_may_idle_while_another_serves() -> anyhow::Result<()>
     for rank in 0..2 {
         let losses = deployment.metric(rank, "afd_ffn_losses_total").await?;
         ensure!(losses == 0.0, "A{rank} lost {losses} ranks");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn two_deployments_share_one_ffn_pool_and_each_gets_its_own_tokens() -> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 });
+    let deployment = Deployment::start(spec).await?;
+    let ffn = deployment.ffn_addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+    let folder = tempfile::tempdir()?;
+    // The same rank of another deployment: no twin.
+    let other = ["--deployment", "other", "--rank", "0"];
+    let mut other = attention(&deployment.spec.model, &ffn, &other, folder.path(), "A0-other")?;
+    let url = format!("http://{}", other.address(LIMIT)?);
+    let deadline = Instant::now() + LIMIT;
+    while !deployment.client().get(format!("{url}/health")).send().await?.status().is_success() {
+        ensure!(Instant::now() < deadline, "the other deployment is not ready:\n{}", other.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    let stop = Arc::new(AtomicBool::new(false));
+    let (served, asked) = tokio::join!(ask_on(&deployment, 0, Arc::clone(&stop)), async {
+        let body = json!({
+            "prompt": expected.input_ids, "max_tokens": expected.generated_ids.len(), "temperature": 0,
+            "ignore_eos": true, "return_token_ids": true,
+        });
+        let ask = async {
+            let mut answers = Vec::new();
+            for _ in 0..3 {
+                let answer = deployment.client().post(format!("{url}/v1/completions")).json(&body).send();
+                answers.push(answer.await?.error_for_status()?.json::<Value>().await?);
+            }
+            anyhow::Ok(answers)
+        };
+        let answers = ask.await;
+        stop.store(true, SeqCst);
+        answers
+    });
+    ensure!(served?.0 > 0, "the first deployment got no answer meanwhile");
+    for answer in asked? {
+        let ids: Vec<u32> = serde_json::from_value(answer["choices"][0]["token_ids"].clone())?;
+        oracle::same(&expected.generated_ids, &ids)?;
+    }
+    for rank in 0..2 {
+        ensure!(deployment.ffn_metric(rank, "afd_ffn_sessions").await? == 2.0);
     }
     Ok(())
 }

@@ -36,3 +36,18 @@ pub(crate) fn holds(prompt: &[u32], emitted: &[u32]) -> anyhow::Result<()> {
     let reference = Monolith::load(&fixtures::checkpoint(MODEL), Kind::Float)?;
     oracle::judge(&reference, prompt, emitted, Kind::Float).map(drop)
 }
+
+/// The FFN rank that rows go to: the first that serves another hop.
+pub(crate) async fn active(deployment: &Deployment) -> anyhow::Result<usize> {
+    let hops = async |rank| deployment.ffn_metric(rank, "afd_ffn_batch_hops_count").await;
+    let before = [hops(0).await?, hops(1).await?];
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Instant::now() < deadline {
+        for (rank, before) in before.iter().enumerate() {
+            if hops(rank).await? > *before {
+                return Ok(rank);
+            }
+        }
+    }
+    anyhow::bail!("no FFN rank serves a hop")
+}

@@ -1,0 +1,87 @@
+//! SIGTERM, idle and in the middle of an answer: within the drain limit, with exit code 0 and without a panic, on either side.
+use std::time::Duration;
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
+use anyhow::ensure;
+use tonic::Code;
+
+use crate::story::{self, MODEL, NUM_TOKENS};
+
+/// For what ought to take a moment.
+const LIMIT: Duration = Duration::from_secs(30);
+
+async fn start(attention: &[&str], ffn: &[&str]) -> anyhow::Result<Deployment> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 1, replicas: 1 });
+    Deployment::start(spec.attention_args(attention).ffn_args(ffn)).await
+}
+
+/// It was asked to end: it does, and well.
+async fn ends_well(mut process: Process, limit: Duration) -> anyhow::Result<()> {
+    tokio::task::spawn_blocking(move || {
+        let status = process.wait(limit)?;
+        let log = process.log();
+        ensure!(status.code() == Some(0) && !log.contains("panicked"), "ended with {status}:\n{log}");
+        Ok(())
+    })
+    .await?
+}
+
+async fn terminated(process: Process, limit: Duration) -> anyhow::Result<()> {
+    process.signal("TERM")?;
+    ends_well(process, limit).await
+}
+
+#[tokio::test]
+async fn sigterm_ends_an_idle_pair_in_either_order() -> anyhow::Result<()> {
+    for attention_first in [true, false] {
+        let mut deployment = start(&[], &[]).await?;
+        let (attention, ffn) = (deployment.attention.remove(0), deployment.ffn.remove(0));
+        let order = if attention_first { [attention, ffn] } else { [ffn, attention] };
+        for process in order {
+            terminated(process, LIMIT).await?;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_answer_under_way_is_finished_when_attention_is_terminated() -> anyhow::Result<()> {
+    let mut deployment = start(&[], &[]).await?;
+    let mut ending = None;
+    story::goes_on(&mut deployment, async |deployment, num_tokens| {
+        if num_tokens >= 20 && ending.is_none() {
+            deployment.attention[0].signal("TERM")?;
+            ending = Some(deployment.attention.remove(0));
+        }
+        Ok(())
+    })
+    .await?;
+    ends_well(ending.expect("it was told in mid-stream"), LIMIT).await?;
+    terminated(deployment.ffn.remove(0), LIMIT).await
+}
+
+#[tokio::test]
+async fn the_only_ffn_rank_ends_within_its_drain_limit_though_an_answer_is_under_way() -> anyhow::Result<()> {
+    // Slow enough that the answer takes longer than the drain may.
+    let mut deployment =
+        start(&["--ffn-loss-timeout", "500ms"], &["--drain-timeout", "1s", "--inject-delay", "5ms"]).await?;
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    let mut stream = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+    let (mut pieces, mut ending) = (0, None);
+    let status = loop {
+        match stream.message().await {
+            Ok(Some(_)) => pieces += 1,
+            Ok(None) => anyhow::bail!("the answer ended as if all were well, after {pieces} pieces"),
+            Err(status) => break status,
+        }
+        if pieces == 20 {
+            let ffn = deployment.ffn.remove(0);
+            ffn.signal("TERM")?;
+            ending = Some(tokio::spawn(ends_well(ffn, Duration::from_secs(1) + LIMIT / 3)));
+        }
+    };
+    ensure!(status.code() == Code::Unavailable, "ended with {status:?}");
+    ending.expect("it was told in mid-stream").await??;
+    terminated(deployment.attention.remove(0), LIMIT).await
+}
