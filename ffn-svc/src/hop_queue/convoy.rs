@@ -23,6 +23,9 @@ const NEWEST: f64 = 0.2;
 const WORTH_BEGINNING: f64 = 0.95;
 /// A lane whose period is not known yet counts as busy for so long after its last hop.
 const UNKNOWN_PERIOD_US: u64 = 200_000;
+/// A cost counts for so many executions after it was measured last. So what a disturbed execution said of company is
+/// tried again, and a cost alone that nobody has paid for long keeps nobody together.
+const FRESH: u64 = 512;
 /// Row counts are told apart by powers of two.
 const SIZES: usize = 24;
 
@@ -68,8 +71,19 @@ struct Waiting {
 }
 
 /// Mean time of an execution by its rows.
-#[derive(Debug)]
-struct Costs([Option<f64>; SIZES]);
+#[derive(Debug, Default)]
+struct Costs {
+    known: [Option<Cost>; SIZES],
+    /// Executions so far.
+    executions: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Cost {
+    micros: f64,
+    /// When it was measured last, in executions.
+    seen: u64,
+}
 
 impl Convoys {
     /// Holds a hop for at most `board_us`; with 0 none ever.
@@ -78,7 +92,7 @@ impl Convoys {
             board_us,
             lanes: Vec::new(),
             next_convoy: 0,
-            costs: Costs([None; SIZES]),
+            costs: Costs::default(),
             is_on: false,
             free_us: 0,
             was_busy: false,
@@ -312,14 +326,27 @@ impl Lane {
 
 impl Costs {
     fn note(&mut self, rows: u32, micros: f64) {
-        mix(&mut self.0[size(f64::from(rows))], micros);
+        self.executions += 1;
+        let (cost, seen) = (&mut self.known[size(f64::from(rows))], self.executions);
+        let mut mean = cost.filter(|cost| cost.is_fresh(seen)).map(|cost| cost.micros);
+        mix(&mut mean, micros);
+        *cost = mean.map(|micros| Cost { micros, seen });
     }
 
-    /// Of so many rows, or of the nearest number that is known, fewer first: a cost that is not known yet is tried.
+    /// Of so many rows, or of the nearest number that is known, fewer first: a cost that is not known yet, or not any more,
+    /// is tried.
     fn of(&self, rows: f64) -> Option<f64> {
         let at = size(rows);
-        let fewer = self.0[..=at].iter().rev().flatten().next();
-        fewer.or_else(|| self.0[at..].iter().flatten().next()).copied()
+        let fresh = |cost: &&Cost| cost.is_fresh(self.executions);
+        let fewer = self.known[..=at].iter().rev().flatten().find(fresh);
+        let nearest = fewer.or_else(|| self.known[at..].iter().flatten().find(fresh));
+        nearest.map(|cost| cost.micros)
+    }
+}
+
+impl Cost {
+    fn is_fresh(&self, executions: u64) -> bool {
+        executions - self.seen < FRESH
     }
 }
 
@@ -328,8 +355,10 @@ fn size(rows: f64) -> usize {
     (rows.max(1.0).log2().round() as usize).min(SIZES - 1)
 }
 
+/// What took more than twice as long as usual had something else in its way: it counts as twice as long, so that one such
+/// measurement decides nothing.
 fn mix(mean: &mut Option<f64>, new: f64) {
-    *mean = Some(mean.map_or(new, |mean| mean + NEWEST * (new - mean)));
+    *mean = Some(mean.map_or(new, |mean| mean + NEWEST * (new.min(2.0 * mean) - mean)));
 }
 
 #[cfg(test)]
