@@ -192,7 +192,7 @@ impl StageRows {
     }
 
     /// Enqueues a layer's attention and the norm behind it; gives what goes to the FFN. `ffn_reads` is what the FFN will read
-    /// on this device; where it reads nothing here, the next layer's weights are fetched while it runs.
+    /// on this device.
     pub(super) fn attend(
         &self,
         kernels: &Kernels,
@@ -205,10 +205,10 @@ impl StageRows {
         let products = self.products(padded)?;
         let shape = &model.shape;
         let layer = &model.layers[index];
-        let (now, later) = match ffn_reads {
-            Some(reads) if padded <= FEW_ROWS => (layer.behind_the_write(Some(reads)), Ahead::default()),
-            Some(_) => (Ahead::default(), Ahead::default()),
-            None => (Ahead::default(), model.layers[(index + 1) % model.layers.len()].all()),
+        // Not while the FFN is elsewhere: its rows would wait until all has been asked for, which cost more than it gave.
+        let now = match ffn_reads {
+            Some(reads) if padded <= FEW_ROWS => layer.behind_the_write(Some(reads)),
+            _ => Ahead::default(),
         };
         products.projection.enqueue(stream, &self.x, &layer.projection, &self.projected)?;
         let places = RowPlaces {
@@ -274,8 +274,7 @@ impl StageRows {
             _ => return Err(GpuError::Unsupported { what: "mixed kinds of attention".into() }),
         }
         products.out.enqueue(stream, &self.attended, &layer.out, &self.delta)?;
-        let norm = NormRows { ahead: later, ..self.norm(shape, &layer.post_norm, padded) };
-        kernels.rows.rms_norm(stream, Some(&self.delta), &norm)?;
+        kernels.rows.rms_norm(stream, Some(&self.delta), &self.norm(shape, &layer.post_norm, padded))?;
         Ok(&self.x)
     }
 

@@ -94,14 +94,6 @@ pub struct KernelLayer {
 }
 
 impl KernelLayer {
-    /// Its weights, in the order in which they are read.
-    pub fn all(&self) -> Ahead<'_> {
-        match &self.attention {
-            KernelAttention::Gqa { .. } => Ahead::of([&self.projection, &self.out]),
-            KernelAttention::Mla { up, .. } => Ahead::of([&self.projection, up, &self.out]),
-        }
-    }
-
     /// Those that are read behind the write to the cache, and what is read `behind` them.
     pub fn behind_the_write<'a>(&'a self, behind: Option<&'a Region>) -> Ahead<'a> {
         let up = match &self.attention {

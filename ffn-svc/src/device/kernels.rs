@@ -94,29 +94,6 @@ impl DeviceFfn {
         }
     }
 
-    /// From now on every layer asks for what the next one needs whatever its rows are: where the device waits for rows between
-    /// two layers.
-    ///
-    /// # Errors
-    /// [`GpuError::TooSmall`], which would be a fault of ours.
-    pub fn fetch_ahead(&mut self) -> Result<(), GpuError> {
-        let count = self.layers.len();
-        for layer in 0..count {
-            // The last layer's next is the next step's first.
-            let next = (layer + 1) % count;
-            let (shape, weights) = &self.layers[next];
-            if weights.num_here == 0 {
-                // A dense layer reads all of it, more than fits.
-                continue;
-            }
-            let each = weights.down.len() / (weights.num_here + shape.num_shared);
-            let down = weights.down.part(each * weights.num_here..weights.down.len())?;
-            let ahead = weights.router.iter().cloned().chain([self.sure[next].clone(), down]).collect();
-            self.layers[layer].1.ahead = ahead;
-        }
-        Ok(())
-    }
-
     /// What every row of the layer needs, and is worth fetching ahead: its shared experts' gates and ups.
     pub fn sure_to_be_read(&self, layer: LayerIdx) -> Option<&Region> {
         let (_, weights) = self.layers.get(usize::from(layer.0))?;

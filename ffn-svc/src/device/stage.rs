@@ -72,7 +72,6 @@ impl DeviceStage {
                 for rows in [8, 16, DeviceFfn::MAX_ROWS] {
                     kernels.prepare(rows)?;
                 }
-                kernels.fetch_ahead()?;
                 row_bytes = kernels.out_row_bytes();
             }
             Err(why) => tracing::warn!(%why, "the FFN runs without its kernels, and never in a graph"),
