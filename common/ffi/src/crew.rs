@@ -2,11 +2,26 @@
 //!
 //! [`Crew::run`] calls a function once for each of some chunks, on the caller's thread and on whichever of the crew are
 //! awake in time. Chunks are taken one by one, so a thread that the system keeps waiting holds up nobody: with two
-//! processes on two cores that is the rule, not the exception. Idle threads sleep; nothing spins.
+//! processes on two cores that is the rule, not the exception.
+//!
+//! Waking a thread takes as long as a small matrix product, and a step has a hundred of them a few microseconds apart. So
+//! a thread without work looks for the next job for [`SPIN`] before it sleeps, giving way to whoever else wants its core:
+//! within a step it is there, between steps and in an idle process it costs nothing.
+use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::futex::{self, Scope};
+
+/// How long a thread looks for work before it sleeps: longer than the caller's own work between two jobs, and short
+/// beside the time that another process on the same cores computes before it is this one's turn again.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Looks between two glances at the clock.
+const LOOKS: u32 = 16;
 
 /// Threads that help the one that calls [`run`](Self::run). Dropping the crew ends them.
 pub struct Crew {
@@ -16,23 +31,48 @@ pub struct Crew {
     threads: Vec<JoinHandle<()>>,
 }
 
-#[derive(Default)]
 struct Shared {
-    state: Mutex<State>,
-    /// There is a job, or the crew ends.
-    wake: Condvar,
-    /// Nobody is at work any more.
-    quiet: Condvar,
+    /// The number of the last job, whether it may still be begun, and how many threads are at work on it; see [`Stand`].
+    stand: AtomicU64,
+    /// Written by the caller while the job before is closed and nobody is at work.
+    job: UnsafeCell<Option<Job>>,
+    /// Counts what idle threads sleep on: jobs, and the end.
+    posted: AtomicU32,
+    sleepers: AtomicU32,
+    /// Counts threads that left a closed job: what the caller sleeps on.
+    left: AtomicU32,
+    caller_sleeps: AtomicBool,
+    panicked: AtomicBool,
+    ended: AtomicBool,
+    spin: Duration,
 }
 
-#[derive(Default)]
-struct State {
-    job: Option<Job>,
-    /// Counts jobs, so that no thread takes one twice.
-    number: u64,
-    at_work: usize,
-    panicked: bool,
-    ended: bool,
+// SAFETY: `job` is only written under `turn` while no thread is at work and none can begin (`stand` is closed), and only
+// read by threads that are at work, which `stand` orders after the write.
+unsafe impl Sync for Shared {}
+
+/// What [`Shared::stand`] says: the job's number in the upper half, then the bit that it is open, then the threads at work.
+#[derive(Clone, Copy)]
+struct Stand(u64);
+
+impl Stand {
+    const OPEN: u64 = 1 << 31;
+
+    fn opened(number: u32) -> Self {
+        Self(u64::from(number) << 32 | Self::OPEN)
+    }
+
+    fn number(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    fn is_open(self) -> bool {
+        self.0 & Self::OPEN != 0
+    }
+
+    fn at_work(self) -> u64 {
+        self.0 & (Self::OPEN - 1)
+    }
 }
 
 /// Borrowed from a running [`Crew::run`], which does not return while a thread is at work on it.
@@ -61,7 +101,9 @@ impl Crew {
     /// # Errors
     /// The system's, when a thread cannot be started.
     pub fn new(threads: usize) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared::default());
+        // Where threads outnumber cores, one that looks keeps another from working.
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let shared = Arc::new(Shared::new(if threads <= cores { SPIN } else { Duration::ZERO }));
         let mut crew = Self { shared: Arc::clone(&shared), turn: Mutex::new(()), threads: Vec::new() };
         for index in 1..threads {
             let shared = Arc::clone(&shared);
@@ -88,9 +130,9 @@ impl Crew {
         }
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let next = AtomicUsize::new(0);
-        // SAFETY: the lifetimes are only claimed to be longer. The job can be taken from `state` alone; it is removed
-        // from there, and every thread that took it is waited for, before this function returns, by `withdraw` below,
-        // which runs also when `take_part` panics (caught). So nobody uses `work` or `next` after they end.
+        // SAFETY: the lifetimes are only claimed to be longer. A thread uses the job while it is counted in `stand`, which
+        // it can be only until the job is closed, and `close` below, which runs also when `take_part` panics (caught),
+        // closes it and waits until nobody is counted. So nobody uses `work` or `next` after they end.
         let job = unsafe {
             Job {
                 work: std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(work),
@@ -98,11 +140,11 @@ impl Crew {
                 chunks,
             }
         };
-        self.shared.publish(job, self.threads.len().min(chunks - 1));
+        self.shared.open(job);
         let mine = catch_unwind(AssertUnwindSafe(|| job.take_part()));
         // A panic must not leave chunks to be begun.
         next.fetch_max(chunks, Ordering::Relaxed);
-        let others_panicked = self.shared.withdraw();
+        let others_panicked = self.shared.close();
         if let Err(panic) = mine {
             resume_unwind(panic);
         }
@@ -111,48 +153,124 @@ impl Crew {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn publish(&self, job: Job, helpers: usize) {
-        let mut state = self.lock();
-        state.job = Some(job);
-        state.number += 1;
-        drop(state);
-        for _ in 0..helpers {
-            self.wake.notify_one();
+    fn new(spin: Duration) -> Self {
+        Self {
+            stand: AtomicU64::new(0),
+            job: UnsafeCell::new(None),
+            posted: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
+            left: AtomicU32::new(0),
+            caller_sleeps: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            spin,
         }
     }
 
-    /// Takes the job back and waits for those who work on it. Whether one of them panicked.
-    fn withdraw(&self) -> bool {
-        let mut state = self.lock();
-        state.job = None;
-        while state.at_work > 0 {
-            state = self.quiet.wait(state).unwrap_or_else(PoisonError::into_inner);
+    fn stand(&self) -> Stand {
+        Stand(self.stand.load(Ordering::SeqCst))
+    }
+
+    /// Lets threads begin a job. The caller has its turn and has closed the job before.
+    fn open(&self, job: Job) {
+        debug_assert!(!self.stand().is_open() && self.stand().at_work() == 0);
+        // SAFETY: the job before is closed and nobody is at work on it, so nobody reads this; one caller at a time.
+        unsafe { *self.job.get() = Some(job) };
+        let number = self.stand().number().wrapping_add(1);
+        self.stand.store(Stand::opened(number).0, Ordering::SeqCst);
+        self.post();
+    }
+
+    /// Wakes those who sleep. A thread says that it is about to sleep before it looks for the last time.
+    fn post(&self) {
+        self.posted.fetch_add(1, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            futex::wake(&self.posted, Scope::Process);
         }
-        std::mem::take(&mut state.panicked)
+    }
+
+    /// Lets nobody begin the job any more and waits for those who work on it. Whether one of them panicked.
+    fn close(&self) -> bool {
+        self.stand.fetch_and(!Stand::OPEN, Ordering::SeqCst);
+        let is_quiet = || self.stand().at_work() == 0;
+        if !self.look_for(is_quiet) {
+            self.caller_sleeps.store(true, Ordering::SeqCst);
+            loop {
+                let seen = self.left.load(Ordering::SeqCst);
+                if is_quiet() {
+                    break;
+                }
+                futex::wait(&self.left, seen, Scope::Process, None);
+            }
+            self.caller_sleeps.store(false, Ordering::SeqCst);
+        }
+        self.panicked.swap(false, Ordering::SeqCst)
+    }
+
+    /// Whether it came true within the time for which a thread may look.
+    fn look_for(&self, is_true: impl Fn() -> bool) -> bool {
+        if is_true() {
+            return true;
+        }
+        let begun = Instant::now();
+        while begun.elapsed() < self.spin {
+            for _ in 0..LOOKS {
+                if is_true() {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            // Whoever has work for this core goes first.
+            std::thread::yield_now();
+        }
+        false
     }
 
     fn work_until_the_end(&self) {
         let mut last_number = 0;
-        let mut state = self.lock();
-        while !state.ended {
-            match state.job {
-                Some(job) if state.number != last_number => {
-                    last_number = state.number;
-                    state.at_work += 1;
-                    drop(state);
-                    let outcome = catch_unwind(AssertUnwindSafe(|| job.take_part()));
-                    state = self.lock();
-                    state.at_work -= 1;
-                    state.panicked |= outcome.is_err();
-                    if state.at_work == 0 {
-                        self.quiet.notify_one();
-                    }
-                }
-                _ => state = self.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+        while !self.ended.load(Ordering::SeqCst) {
+            if let Some(job) = self.begin(&mut last_number) {
+                let outcome = catch_unwind(AssertUnwindSafe(|| job.take_part()));
+                self.panicked.fetch_or(outcome.is_err(), Ordering::SeqCst);
+                self.leave();
+            } else if !self.look_for(|| self.has_news(last_number)) {
+                self.sleep(last_number);
+            }
+        }
+    }
+
+    /// Whether there is something to do for a thread that had job `last_number` last.
+    fn has_news(&self, last_number: u32) -> bool {
+        let stand = self.stand();
+        stand.is_open() && stand.number() != last_number || self.ended.load(Ordering::SeqCst)
+    }
+
+    fn sleep(&self, last_number: u32) {
+        let seen = self.posted.load(Ordering::SeqCst);
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        if !self.has_news(last_number) {
+            futex::wait(&self.posted, seen, Scope::Process, None);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// The open job, if there is one after `last_number`, with this thread counted as being at work on it.
+    fn begin(&self, last_number: &mut u32) -> Option<Job> {
+        let begun = self.stand.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |stand| {
+            let stand = Stand(stand);
+            (stand.is_open() && stand.number() != *last_number).then_some(stand.0 + 1)
+        });
+        *last_number = Stand(begun.ok()?).number();
+        // SAFETY: this thread is counted, so the caller that wrote the job has not got past `close` and does not write.
+        unsafe { *self.job.get() }
+    }
+
+    fn leave(&self) {
+        let before = Stand(self.stand.fetch_sub(1, Ordering::SeqCst));
+        if !before.is_open() && before.at_work() == 1 {
+            self.left.fetch_add(1, Ordering::SeqCst);
+            if self.caller_sleeps.load(Ordering::SeqCst) {
+                futex::wake(&self.left, Scope::Process);
             }
         }
     }
@@ -160,8 +278,8 @@ impl Shared {
 
 impl Drop for Crew {
     fn drop(&mut self) {
-        self.shared.lock().ended = true;
-        self.shared.wake.notify_all();
+        self.shared.ended.store(true, Ordering::SeqCst);
+        self.shared.post();
         for thread in self.threads.drain(..) {
             // A panic was reported by the `run` it happened in.
             let _ = thread.join();
@@ -203,5 +321,44 @@ mod tests {
             count.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(count.into_inner(), 50);
+    }
+
+    #[test]
+    fn threads_that_fell_asleep_are_woken_and_an_idle_crew_uses_no_time() {
+        let crew = Crew::new(2).unwrap();
+        let (mut helped, patience) = (false, Instant::now() + Duration::from_secs(20));
+        let caller = std::thread::current().id();
+        while !helped {
+            assert!(Instant::now() < patience, "the crew sleeps on");
+            let asleep = || crew.shared.sleepers.load(Ordering::SeqCst) == 1;
+            while !asleep() {
+                assert!(Instant::now() < patience, "the crew never sleeps");
+                std::thread::yield_now();
+            }
+            let by_another = AtomicBool::new(false);
+            crew.run(1000, &|_| {
+                std::thread::sleep(Duration::from_micros(1));
+                by_another.fetch_or(std::thread::current().id() != caller, Ordering::Relaxed);
+            });
+            helped = by_another.into_inner();
+        }
+    }
+
+    #[test]
+    fn callers_take_turns() {
+        let crew = Crew::new(3).unwrap();
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        crew.run(7, &|chunk| {
+                            sum.fetch_add(chunk, Ordering::Relaxed);
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 3 * 500 * 21);
     }
 }
