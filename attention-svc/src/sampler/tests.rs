@@ -28,6 +28,12 @@ fn greedy_takes_the_best_and_the_lowest_id_among_equals() {
     assert_eq!(greedy(SamplingParams::default(), &[], &[], &row), 37);
     row[99] = 3.0;
     assert_eq!(greedy(SamplingParams::default(), &[], &[], &row), 99);
+    // Rows that are looked at in pieces.
+    for equals in [[0, 1023], [1023, 1024], [1500, 2048], [2999, 2999]] {
+        let mut row = vec![-1.0; 3000];
+        equals.iter().for_each(|&token: &usize| row[token] = 2.0);
+        assert_eq!(greedy(SamplingParams::default(), &[], &[], &row), equals[0] as u32);
+    }
 }
 
 #[test]
