@@ -1,9 +1,11 @@
 //! The model behind the engine's seam: attention's weights and the KV cache's tensors, together.
 use std::any::Any;
+use std::sync::Arc;
 use std::time::Instant;
 
 use afd_common::ids::{LayerIdx, StepId};
 use afd_common::layers::Selected;
+use afd_ffi::Crew;
 use afd_gpu::GpuError;
 use tch::Tensor;
 
@@ -37,6 +39,11 @@ impl CachedAttention {
             what: format!("{num_layers}; at most {} are served", u16::MAX),
         })?;
         Ok(Self { model, cache, num_layers, gpu: None, decoder: None })
+    }
+
+    /// The threads of the model's loops.
+    pub fn crew(&self) -> &Arc<Crew> {
+        self.model.crew()
     }
 
     /// The GPU that model and cache are on. Where its kernels support the model, decode steps run on it alone.

@@ -31,6 +31,9 @@ pub enum ModelError {
         /// The system's words.
         source: afd_ffi::FfiError,
     },
+    /// The threads of its loops cannot be started.
+    #[error("starting compute threads (--threads): {0}")]
+    Threads(std::io::Error),
     /// The cache was made for another model.
     #[error("{layer}: the KV cache has no such layer, or is another attention's")]
     Cache {

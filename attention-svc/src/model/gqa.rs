@@ -10,7 +10,7 @@ use super::error::{At, ModelError};
 use super::flash::causal_attention;
 use super::kv::LayerCache;
 use super::prepare::{GatheredRows, PreparedStage};
-use super::project::{OutProjection, fused};
+use super::project::{Projection, fused, out_projection};
 use super::rope::Rope;
 use super::rows::{Norm, Norms, direct_attention, gqa_rows};
 
@@ -21,9 +21,8 @@ pub(super) use prompts::GqaPrompts;
 /// One layer's attention.
 pub(super) struct Gqa {
     /// Queries, keys and values, `[(num_heads + 2 num_kv_heads) * head_dim, hidden]`.
-    qkv: Tensor,
-    bias: Option<Tensor>,
-    out: OutProjection,
+    qkv: Projection,
+    out: Projection,
     shape: GqaShape,
     norms: Option<Norms>,
     clip: Option<f64>,
@@ -35,15 +34,14 @@ type HeadNorms<'a> = Option<(&'a Norm, &'a Norm)>;
 
 impl Gqa {
     /// Projection, norms and output projection, if that is all there is.
-    pub(super) fn for_kernels(&self) -> Option<(&Tensor, HeadNorms<'_>, Result<Tensor, tch::TchError>)> {
+    pub(super) fn for_kernels(&self) -> Option<(&Tensor, HeadNorms<'_>, &Tensor)> {
         let per_head = |norm: &Norm| norm.len() == self.shape.head_dim as i64;
         let norms = self.norms.as_ref().map(|norms| (&norms.query, &norms.key));
-        let plain = self.bias.is_none() && self.clip.is_none();
-        let fits = plain && norms.is_none_or(|(query, key)| per_head(query) && per_head(key));
+        let fits = self.clip.is_none() && norms.is_none_or(|(query, key)| per_head(query) && per_head(key));
         if !fits {
             return None;
         }
-        Some((&self.qkv, norms, self.out.without_bias()?))
+        Some((self.qkv.without_bias()?, norms, self.out.without_bias()?))
     }
 
     /// `prefix` names the layer's attention in the checkpoint.
@@ -78,9 +76,8 @@ impl Gqa {
             })
             .transpose()?;
         Ok(Self {
-            qkv,
-            bias,
-            out: OutProjection::load(weights, prefix, hidden, q_len, config.o_bias)?,
+            qkv: Projection::new(qkv, bias),
+            out: out_projection(weights, prefix, hidden, q_len, config.o_bias)?,
             shape: GqaShape { num_heads, num_kv_heads, head_dim },
             norms,
             clip: config.clip_qkv,
@@ -110,7 +107,7 @@ impl Gqa {
     ) -> Result<Tensor, ModelError> {
         let LayerCache::Gqa { keys, values } = cache else { return Err(ModelError::Cache { layer }) };
         let GqaShape { num_heads, num_kv_heads, head_dim } = self.shape;
-        let qkv = x.f_linear(&self.qkv, self.bias.as_ref()).at(layer, "qkv_proj")?;
+        let qkv = self.qkv.forward(x, &stage.crew).at(layer, "qkv_proj")?;
         gqa_rows(&qkv, self.shape, self.norms.as_ref(), self.clip, rope, stage, keys, values)
             .at(layer, "rope and cache")?;
 
@@ -127,7 +124,7 @@ impl Gqa {
             self.gathered(sequence, &heads, keys, values, &attended).at(layer, "attention of a chunk")?;
         }
         let attended = attended.f_view([rows, (num_heads * head_dim) as i64]).at(layer, "attention")?;
-        self.out.add_to(residual, &attended).at(layer, "o_proj")
+        self.out.add_to(residual, &attended, &stage.crew).at(layer, "o_proj")
     }
 
     /// Attention of one sequence's rows; `heads` `[num_rows, num_heads + 2 num_kv_heads, head_dim]`.

@@ -8,15 +8,17 @@ use afd_common::config::model::{MlaConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
 use afd_common::weights::{WeightError, Weights};
 use afd_ffi::cpu_attention::CacheView;
+use afd_ffi::cpu_heads::{StoredHeads, into_columns, into_rows};
+use afd_ffi::cpu_linear;
 use tch::{TchError, Tensor};
 
 use super::error::{At, ModelError, outside_layers};
 use super::flash::causal_attention;
 use super::kv::LayerCache;
 use super::prepare::{GatheredRows, PreparedStage};
-use super::project::{OutProjection, fused};
+use super::project::{Projection, fused, out_projection};
 use super::rope::{Rope, softmax_factor};
-use super::rows::{Norm, direct_attention, mla_rows, rms_norm};
+use super::rows::{Norm, RowsError, direct_attention, mla_rows, rms_norm};
 
 mod prompts;
 
@@ -29,8 +31,7 @@ const LATENT_NORM_EPS: f64 = 1e-6;
 pub(super) struct Mla {
     dims: Dims,
     /// W_DQ (or W_Q, without a query latent) and W_DKV with W_KR, `[num_queries + kv_lora_rank + rope, hidden]`.
-    down: Tensor,
-    down_bias: Option<Tensor>,
+    down: Projection,
     query_latent: Option<QueryLatent>,
     /// `[kv_lora_rank]`
     kv_norm: Norm,
@@ -40,7 +41,9 @@ pub(super) struct Mla {
     up_keys: Tensor,
     /// W_UVᵀ, `[num_heads, kv_lora_rank, value]`, a view.
     up_values: Tensor,
-    out: OutProjection,
+    /// Both for the loops for few rows; absent off the CPU.
+    stored_up: Option<(StoredHeads, StoredHeads)>,
+    out: Projection,
     scale: f64,
 }
 
@@ -49,7 +52,7 @@ struct QueryLatent {
     /// `[q_lora_rank]`
     norm: Norm,
     /// W_UQ with W_QR, `[num_heads * (nope + rope), q_lora_rank]`.
-    up: Tensor,
+    up: Projection,
 }
 
 /// [`MlaConfig`]'s numbers as libtorch takes them.
@@ -121,8 +124,13 @@ impl Mla {
             .map(|rank| -> Result<_, WeightError> {
                 Ok(QueryLatent {
                     norm: Norm::load(weights, &format!("{prefix}.q_a_layernorm.weight"), rank)?,
-                    up: weights
-                        .tensor(&format!("{prefix}.q_b_proj.weight"), &[query_rows as i64, rank as i64])?,
+                    up: Projection::new(
+                        weights.tensor(
+                            &format!("{prefix}.q_b_proj.weight"),
+                            &[query_rows as i64, rank as i64],
+                        )?,
+                        None,
+                    ),
                 })
             })
             .transpose()?;
@@ -130,26 +138,26 @@ impl Mla {
         let up = weights.tensor(&name, &[dims.heads * (dims.nope + dims.value), dims.latent])?;
         let (up_keys, up_values) =
             split_up(&up, dims).map_err(|source| WeightError::Torch { name, source })?;
+        let stored_up = stored_up(&up_keys, &up_values);
         let attended = config.num_heads * config.v_head_dim;
         Ok(Self {
             dims,
-            down,
-            down_bias,
+            down: Projection::new(down, down_bias),
             query_latent,
             kv_norm: Norm::load(weights, &format!("{prefix}.kv_a_layernorm.weight"), config.kv_lora_rank)?,
             up,
             up_keys,
             up_values,
-            out: OutProjection::load(weights, prefix, hidden, attended, config.bias)?,
+            stored_up,
+            out: out_projection(weights, prefix, hidden, attended, config.bias)?,
             scale: (dims.query() as f64).powf(-0.5) * softmax_factor(&model.rope.scaling),
         })
     }
 
     /// Projection, norm of the latent, up-projection and output projection, if that is all there is.
-    pub(super) fn for_kernels(&self) -> Option<(&Tensor, &Norm, &Tensor, Result<Tensor, TchError>)> {
-        let plain = self.down_bias.is_none() && self.query_latent.is_none();
-        let out = self.out.without_bias()?;
-        plain.then_some((&self.down, &self.kv_norm, &self.up, out))
+    pub(super) fn for_kernels(&self) -> Option<(&Tensor, &Norm, &Tensor, &Tensor)> {
+        let (down, out) = (self.down.without_bias()?, self.out.without_bias()?);
+        self.query_latent.is_none().then_some((down, &self.kv_norm, &self.up, out))
     }
 
     /// Of the scores.
@@ -176,7 +184,7 @@ impl Mla {
         let LayerCache::Mla(cache) = cache else { return Err(ModelError::Cache { layer }) };
         let Dims { heads, latent, rope: rope_dim, value, .. } = self.dims;
         let rows = stage.num_rows as i64;
-        let down = x.f_linear(&self.down, self.down_bias.as_ref()).at(layer, "q_proj and kv_a_proj")?;
+        let down = self.down.forward(x, &stage.crew).at(layer, "q_proj and kv_a_proj")?;
         let num_queries = down.size()[1] - latent - rope_dim;
         let queries = down.f_narrow(1, 0, num_queries).at(layer, "q_proj")?;
         let latents = down.f_narrow(1, num_queries, latent + rope_dim).at(layer, "kv_a_proj")?;
@@ -184,7 +192,7 @@ impl Mla {
             None => queries,
             Some(query) => {
                 let normed = rms_norm(&queries, &query.norm, LATENT_NORM_EPS).at(layer, "q_a_layernorm")?;
-                normed.f_linear(&query.up, None::<Tensor>).at(layer, "q_b_proj")?
+                query.up.forward(&normed, &stage.crew).at(layer, "q_b_proj")?
             }
         };
         let queries = queries.f_unflatten(1, [heads, self.dims.query()]).at(layer, "queries")?;
@@ -202,7 +210,7 @@ impl Mla {
             }
             attended
         };
-        self.out.add_to(residual, &attended).at(layer, "o_proj")
+        self.out.add_to(residual, &attended, &stage.crew).at(layer, "o_proj")
     }
 
     /// Writes attention of the stage's direct rows, if it has any, to `attended`, `[num_rows, num_heads * value]`, or the same
@@ -238,11 +246,18 @@ impl Mla {
     ) -> Result<Tensor, ModelError> {
         let Dims { heads, latent, nope, rope, value } = self.dims;
         let rows = queries.size()[0];
-        // [heads, rows, nope] · [heads, nope, latent]
-        let in_latent = queries
-            .f_narrow(2, 0, nope)
-            .and_then(|q| q.f_transpose(0, 1)?.f_bmm(&self.up_keys)?.f_transpose(0, 1))
-            .at(layer, "absorbing W_UK")?;
+        let stored = self.stored_up.as_ref().filter(|_| cpu_linear::suits(rows as usize, queries.kind()));
+        let content = queries.f_narrow(2, 0, nope).at(layer, "queries")?;
+        let in_latent = match stored {
+            Some((keys, _)) => into_columns(&content, keys, &stage.crew)
+                .map_err(RowsError::from)
+                .at(layer, "absorbing W_UK")?,
+            // [heads, rows, nope] · [heads, nope, latent]
+            None => content
+                .f_transpose(0, 1)
+                .and_then(|q| q.f_bmm(&self.up_keys)?.f_transpose(0, 1))
+                .at(layer, "absorbing W_UK")?,
+        };
         let rope_part = queries.f_narrow(2, nope, rope).at(layer, "queries")?;
         let options = (queries.kind(), queries.device());
         let out = Tensor::f_empty([heads, rows, latent], options).at(layer, "attention")?;
@@ -256,6 +271,9 @@ impl Mla {
         let row_major = out.f_transpose(0, 1).at(layer, "attention")?;
         direct_attention(&[&in_latent, &rope_part], &view, stage, self.scale, &row_major)
             .at(layer, "attention")?;
+        if let Some((_, values)) = stored {
+            return into_rows(&out, values, &stage.crew).map_err(RowsError::from).at(layer, "absorbing W_UV");
+        }
         // [heads, rows, latent] · [heads, latent, value]
         out.f_bmm(&self.up_values)
             .and_then(|out| out.f_transpose(0, 1)?.f_reshape([rows, heads * value]))
@@ -302,4 +320,10 @@ fn split_up(up: &Tensor, dims: Dims) -> Result<(Tensor, Tensor), TchError> {
     let keys = by_head.f_narrow(1, 0, dims.nope)?;
     let values = by_head.f_narrow(1, dims.nope, dims.value)?.f_transpose(1, 2)?;
     Ok((keys, values))
+}
+
+/// W_UK and W_UV as the loops for few rows take them; `None` where those cannot run.
+fn stored_up(up_keys: &Tensor, up_values: &Tensor) -> Option<(StoredHeads, StoredHeads)> {
+    let values = up_values.f_transpose(1, 2).ok()?;
+    Some((StoredHeads::new(up_keys).ok()?, StoredHeads::new(&values).ok()?))
 }

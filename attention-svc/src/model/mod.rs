@@ -10,6 +10,7 @@ use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig, Selecti
 use afd_common::ids::LayerIdx;
 use afd_common::layers::{Router, Selected, Selector};
 use afd_common::weights::Weights;
+use afd_ffi::Crew;
 use afd_ffi::cpu_rows::Pairing;
 use afd_gpu::Stream;
 use tch::{Device, Kind, Tensor};
@@ -29,6 +30,7 @@ mod rows;
 use error::{At, outside_layers};
 use gqa::Gqa;
 use mla::Mla;
+use project::Projection;
 use prompts::Prompts;
 use rope::Rope;
 use rows::{Norm, rms_norm};
@@ -86,7 +88,9 @@ pub struct AttentionModel {
     rope: Rope,
     final_norm: Norm,
     /// `[vocab, hidden]`; the embedding when they are tied.
-    head: Tensor,
+    head: Projection,
+    /// Threads of the loops for few rows: as many as libtorch was told to use when the model was loaded.
+    crew: Arc<Crew>,
     /// On a GPU, once it is known on which stream.
     prompts: Option<Prompts>,
 }
@@ -139,6 +143,10 @@ impl AttentionModel {
             true => embedding.shallow_clone(),
             false => weights.tensor("lm_head.weight", &table)?,
         };
+        let threads = match embedding.device() {
+            Device::Cpu => usize::try_from(tch::get_num_threads()).unwrap_or(1),
+            _ => 1,
+        };
         let layers = (0..config.layers.len())
             .map(|i| Layer::load(config, weights, &format!("model.layers.{i}")))
             .collect::<Result<_, _>>()?;
@@ -148,10 +156,16 @@ impl AttentionModel {
             layers,
             rope: Rope::new(&config.rope, rope_dim, pairing).map_err(outside_layers("rope"))?,
             final_norm: Norm::load(weights, "model.norm.weight", config.hidden_size)?,
-            head,
+            head: Projection::new(head, None),
+            crew: Arc::new(Crew::new(threads).map_err(ModelError::Threads)?),
             prompts: None,
             config: config.clone(),
         })
+    }
+
+    /// The threads of its loops, for another model of this process: they take turns anyway.
+    pub fn crew(&self) -> &Arc<Crew> {
+        &self.crew
     }
 
     /// What was loaded.
@@ -228,7 +242,7 @@ impl AttentionModel {
             },
         };
         let place = (self.device(), self.prompts.as_ref().map(Prompts::block_size));
-        PreparedStage::new(batch, &self.rope, self.max_model_len, place, numbering, decide)
+        PreparedStage::new(batch, &self.rope, self.max_model_len, place, &self.crew, numbering, decide)
     }
 
     /// Attention of one layer: `residual` is the stream before it, `[num_rows, hidden]`; the rows' keys and values are
@@ -353,7 +367,7 @@ impl AttentionModel {
         }
     }
 
-    /// Logits `[rows.len(), vocab]` in the compute dtype, where the weights are.
+    /// Logits `[rows.len(), vocab]`, where the weights are: f32 on the CPU, else in the compute dtype.
     fn head(&self, residual: &Tensor, rows: &[usize]) -> Result<Tensor, ModelError> {
         let index: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
         if let Some(row) = rows.iter().find(|&&row| row as i64 >= residual.size()[0]) {
@@ -365,7 +379,11 @@ impl AttentionModel {
             .map_err(outside_layers("rows of the head"))?;
         let normed = rms_norm(&chosen, &self.final_norm, self.config.rms_norm_eps)
             .map_err(|error| error.at_place("final norm".into()))?;
-        normed.f_linear(&self.head, None::<Tensor>).map_err(outside_layers("lm_head"))
+        let logits = match normed.device() {
+            Device::Cpu => self.head.forward_f32(&normed, &self.crew),
+            _ => self.head.forward(&normed, &self.crew),
+        };
+        logits.map_err(|error| error.at_place("lm_head".into()))
     }
 }
 

@@ -208,7 +208,7 @@ impl KernelModel {
                 input_norm: norm(&layer.input_norm)?,
                 post_norm: norm(&layer.post_norm)?,
                 projection: region(device, projection)?,
-                out: region(device, &out?)?,
+                out: region(device, out)?,
                 attention,
             })
         };
@@ -226,7 +226,7 @@ impl KernelModel {
         };
         Ok(Self {
             embedding: region(device, &model.embedding)?,
-            head: region(device, &model.head)?,
+            head: region(device, model.head.weight())?,
             final_norm: region(device, model.final_norm.tensor())?,
             layers: layers.collect::<Result<_, NoKernels>>()?,
             cos_sin: Region::from_slice(device, &cos_sin(model)?)?,

@@ -4,7 +4,10 @@
 //! Rows reach it in one of two ways. **Direct**: each row reads the paged cache in place (decode, short pieces of a
 //! prompt; MLA in its absorbed form). **Gathered**: the sequence's blocks are copied together and all its rows attend at
 //! once (long pieces of a prompt; MLA in its expanded form). Both give the same numbers up to rounding.
+use std::sync::Arc;
+
 use afd_common::ids::LayerIdx;
+use afd_ffi::Crew;
 use afd_ffi::cpu_attention::{PagedRow, PagedRows};
 use afd_ffi::cpu_rows::RopeRows;
 use afd_ffi::cuda::PackedSequences;
@@ -43,8 +46,8 @@ pub struct PreparedStage {
     /// Which rows of the stage are direct, `[direct rows]` i64; `None` when all or none are.
     pub(super) direct_index: Option<Tensor>,
     pub(super) gathered: Vec<GatheredRows>,
-    /// Threads that direct attention may use.
-    pub(super) max_threads: usize,
+    /// Threads of the loops for few rows.
+    pub(super) crew: Arc<Crew>,
     /// What operations take, when the rows are not on the CPU.
     pub(super) on_device: Option<DeviceRows>,
     cos: Vec<f32>,
@@ -239,6 +242,7 @@ impl PreparedStage {
         rope: &Rope,
         max_model_len: usize,
         (device, block_size): (Device, Option<usize>),
+        crew: &Arc<Crew>,
         numbering: Numbering,
         prefers_direct: impl Fn(usize, usize) -> bool,
     ) -> Result<Self, ModelError> {
@@ -276,7 +280,6 @@ impl PreparedStage {
                 gathered.push(GatheredRows { start, len, context_len, blocks, last_block });
             }
         }
-        let max_threads = tch::get_num_threads().max(1) as usize;
         let slots = batch.slot_mapping.clone();
         let num_rows = batch.positions.len();
         let direct_index = (!index.is_empty() && index.len() < num_rows)
@@ -292,7 +295,17 @@ impl PreparedStage {
             })
             .transpose()
             .map_err(&failed)?;
-        Ok(Self { num_rows, slots, direct, direct_index, gathered, max_threads, on_device, cos, sin })
+        Ok(Self {
+            num_rows,
+            slots,
+            direct,
+            direct_index,
+            gathered,
+            crew: Arc::clone(crew),
+            on_device,
+            cos,
+            sin,
+        })
     }
 
     /// Rows alone, for tests of what happens to them; with `device`, as operations take them.
@@ -315,7 +328,7 @@ impl PreparedStage {
             direct,
             direct_index: None,
             gathered,
-            max_threads: 1,
+            crew: Arc::new(Crew::new(1).expect("no thread is started")),
             on_device,
             cos,
             sin,

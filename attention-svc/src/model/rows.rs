@@ -175,7 +175,7 @@ pub(super) fn direct_attention(
     out: &Tensor,
 ) -> Result<(), RowsError> {
     let Some(rows) = &stage.on_device else {
-        paged_attention(queries, view, &stage.direct, scale, out, stage.max_threads)?;
+        paged_attention(queries, view, &stage.direct, scale, out, &stage.crew)?;
         return Ok(());
     };
     let Some(direct) = &rows.direct else { return Ok(()) };

@@ -136,9 +136,10 @@ fn local_engine(loaded: &Loaded, max_rows: u32) -> Result<FfnEngine, ServeError>
     ffn_svc::engine::spawn(model, options).map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 
-/// One shard has every expert, whatever a placement says.
+/// One shard has every expert, whatever a placement says. Attention and FFN work in turn, on the same threads.
 fn local_model(loaded: &Loaded) -> Result<FfnModel, ServeError> {
     FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, loaded.experts.gate)
+        .map(|model| model.on_crew(Arc::clone(loaded.attention.crew())))
         .map_err(|error| ServeError::LocalFfn(error.to_string()))
 }
 

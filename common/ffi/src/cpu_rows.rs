@@ -2,10 +2,11 @@
 //! embedding, and the write into the paged cache. As libtorch operations these are a dozen passes per layer, each
 //! dearer than the arithmetic when a step has few rows.
 //!
-//! Arithmetic is in f32 whatever the dtype, rounded once.
+//! Arithmetic is in f32 whatever the dtype, rounded once. The loops are plain; they are compiled once per kind of CPU so
+//! that the compiler can use its vectors.
 use tch::{Kind, Tensor};
 
-use crate::cpu_attention::simd::{Bf16, Element};
+use crate::cpu_attention::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
 use crate::cpu_attention::{Rows3, ShapeError, check_cpu, ensure};
 
 /// Which elements of a head the rotary embedding turns together.
@@ -42,6 +43,7 @@ impl RopeRows<'_> {
     }
 
     /// Turns the `2 * half` elements of `x`.
+    #[inline(always)]
     fn turn(&self, row: usize, x: &mut [f32]) {
         let range = row * self.half..(row + 1) * self.half;
         let angles = self.cos[range.clone()].iter().zip(&self.sin[range]);
@@ -92,15 +94,30 @@ fn norm<E: Element>(x: &Tensor, weight: &[f32], eps: f64) -> Result<Tensor, Shap
     let out = Tensor::f_empty(&size[..], (x.kind(), x.device())).map_err(torch)?;
     let from = Rows3::<E>::new("rows", &unsqueezed("rows", x)?, x.kind())?;
     let to = Rows3::<E>::new("normed rows", &unsqueezed("normed rows", &out)?, x.kind())?;
+    // SAFETY: the tensors have the same shape; `to` was made here, nobody else knows it yet.
+    unsafe { norm_rows(Isa::best(), &from, &to, weight, eps) };
+    Ok(out)
+}
+
+for_each_isa! {
+    /// # Safety
+    /// Both have the same rows of `weight.len()` elements; nothing else refers to those of `to`, and nothing writes those
+    /// of `from`, during this call.
+    fn norm_rows(from: &Rows3<E>, to: &Rows3<E>, weight: &[f32], eps: f64) = norm_rows_with
+}
+
+/// # Safety
+/// As for [`norm_rows`].
+#[inline(always)]
+unsafe fn norm_rows_with<S: Simd, E: Element>(from: &Rows3<E>, to: &Rows3<E>, weight: &[f32], eps: f64) {
     let mut scratch = vec![0.0f32; weight.len()];
     for row in 0..from.rows {
-        // SAFETY: the row is within the tensor's shape and contiguous; nothing writes it during this call.
+        // SAFETY: the row is within the tensor's shape and contiguous; nothing writes it, says the caller.
         load(unsafe { std::slice::from_raw_parts(from.at(row, 0).cast_const(), from.len) }, &mut scratch);
         rms_norm_in_place(&mut scratch, weight, eps);
-        // SAFETY: as above; the tensor was made here, nobody else knows it yet.
+        // SAFETY: as above, for writing.
         store(&scratch, unsafe { std::slice::from_raw_parts_mut(to.at(row, 0), to.len) });
     }
-    Ok(out)
 }
 
 /// Heads of a grouped-query attention.
@@ -167,7 +184,42 @@ fn gqa<E: Element>(
     }
     let mut keys = Slots::<E>::new("keys", keys, kind, kv_len, slots, rows.rows)?;
     let mut values = Slots::<E>::new("values", values, kind, kv_len, slots, rows.rows)?;
+    // SAFETY: everything was compared above.
+    unsafe { gqa_each(Isa::best(), &rows, shape, norms, clip, rope, slots, &mut keys, &mut values) };
+    Ok(())
+}
 
+for_each_isa! {
+    /// # Safety
+    /// The arguments are [`gqa`]'s, which has checked them against one another; nothing else refers to the rows.
+    fn gqa_each(
+        rows: &Rows3<E>,
+        shape: GqaShape,
+        norms: Option<QkNorms<'_>>,
+        clip: Option<f64>,
+        rope: &RopeRows<'_>,
+        slots: &[i64],
+        keys: &mut Slots<E>,
+        values: &mut Slots<E>,
+    ) = gqa_each_with
+}
+
+/// # Safety
+/// As for [`gqa_each`].
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn gqa_each_with<S: Simd, E: Element>(
+    rows: &Rows3<E>,
+    shape: GqaShape,
+    norms: Option<QkNorms<'_>>,
+    clip: Option<f64>,
+    rope: &RopeRows<'_>,
+    slots: &[i64],
+    keys: &mut Slots<E>,
+    values: &mut Slots<E>,
+) {
+    let GqaShape { num_heads, num_kv_heads, head_dim } = shape;
+    let (q_len, kv_len) = (num_heads * head_dim, num_kv_heads * head_dim);
     let mut scratch = vec![0.0f32; rows.len];
     for (row, &slot) in slots.iter().enumerate() {
         // SAFETY: the row is within the tensor's shape and contiguous; nothing else refers to it during this call.
@@ -189,7 +241,6 @@ fn gqa<E: Element>(
         keys.at(slot).copy_from_slice(&memory[q_len..q_len + kv_len]);
         values.at(slot).copy_from_slice(&memory[q_len + kv_len..]);
     }
-    Ok(())
 }
 
 /// Turns the last `2 * half` elements of each query head (`[num_rows, num_heads, head_dim]`) in place, and writes
@@ -239,7 +290,39 @@ fn mla<E: Element>(
     );
     rope.check(rows.rows, turned)?;
     let mut cache = Slots::<E>::new("cache", cache, kind, rows.len, slots, rows.rows)?;
+    // SAFETY: everything was compared above.
+    unsafe { mla_each(Isa::best(), &queries, &rows, norm, eps, rope, slots, &mut cache) };
+    Ok(())
+}
 
+for_each_isa! {
+    /// # Safety
+    /// The arguments are [`mla`]'s, which has checked them against one another; nothing else refers to queries or rows.
+    fn mla_each(
+        queries: &Rows3<E>,
+        rows: &Rows3<E>,
+        norm: &[f32],
+        eps: f64,
+        rope: &RopeRows<'_>,
+        slots: &[i64],
+        cache: &mut Slots<E>,
+    ) = mla_each_with
+}
+
+/// # Safety
+/// As for [`mla_each`].
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn mla_each_with<S: Simd, E: Element>(
+    queries: &Rows3<E>,
+    rows: &Rows3<E>,
+    norm: &[f32],
+    eps: f64,
+    rope: &RopeRows<'_>,
+    slots: &[i64],
+    cache: &mut Slots<E>,
+) {
+    let turned = 2 * rope.half;
     let mut scratch = vec![0.0f32; rows.len];
     for (row, &slot) in slots.iter().enumerate() {
         // SAFETY: the row is within the tensor's shape and contiguous; nothing writes it during this call.
@@ -261,7 +344,6 @@ fn mla<E: Element>(
             store(scratch, memory);
         }
     }
-    Ok(())
 }
 
 /// The rows of a paged cache, by slot.
@@ -296,6 +378,7 @@ impl<E: Element> Slots<E> {
     }
 
     /// A slot that `new` has checked.
+    #[inline(always)]
     fn at(&mut self, slot: i64) -> &mut [E] {
         // SAFETY: `new` found the slot within the contiguous tensor; one slice is handed out at a time, and nothing else
         // refers to the cache while the engine's thread is in this call.
@@ -308,12 +391,14 @@ fn unsqueezed(what: &str, rows: &Tensor) -> Result<Tensor, ShapeError> {
     rows.f_unsqueeze(1).map_err(|error| ShapeError(format!("{what}: {error}")))
 }
 
+#[inline(always)]
 fn load<E: Element>(from: &[E], to: &mut [f32]) {
     for (to, from) in to.iter_mut().zip(from) {
         *to = from.to_f32();
     }
 }
 
+#[inline(always)]
 fn store<E: Element>(from: &[f32], to: &mut [E]) {
     for (to, from) in to.iter_mut().zip(from) {
         *to = E::from_f32(*from);
@@ -321,10 +406,11 @@ fn store<E: Element>(from: &[f32], to: &mut [E]) {
 }
 
 /// Norms every `weight.len()` elements of `x`.
+#[inline(always)]
 fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f64) {
     for x in x.chunks_exact_mut(weight.len()) {
-        let mut squares = [0.0f32; 8];
-        let (chunks, rest) = x.as_chunks::<8>();
+        let mut squares = [0.0f32; 16];
+        let (chunks, rest) = x.as_chunks::<16>();
         for chunk in chunks {
             for (sum, x) in squares.iter_mut().zip(chunk) {
                 *sum += x * x;

@@ -1,32 +1,26 @@
 //! The short cut for few rows on the CPU: all MLPs of a layer in two loops over the stored weights, instead of several
 //! libtorch operations each.
+use std::sync::Arc;
+
 use afd_common::ids::LayerIdx;
-use afd_ffi::Crew;
 use afd_ffi::cpu_mlp::{MlpRows, StoredMlp, gated_mlps};
+use afd_ffi::{Crew, multiplies_bf16};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::error::FfnModelError;
 
 /// Rows of the fullest MLP up to which the loops are faster. Measured on one core with AVX-512 at hidden size 576, MLPs of
 /// 192 and 1536: against libtorch in f32 even at 2 rows, 1.2 times as fast at 16, slower at 64; in bf16 2 to 3 times as
-/// fast from 1 to 128 on a CPU without bf16 instructions. One that has them was not at hand: a guess.
+/// fast from 1 to 128 on a CPU without bf16 instructions; on one that has them 1.9 times at 1 to 8 rows, 1.4 times at 16,
+/// even at 64 (the benchmark `few_rows`).
 const MAX_F32: usize = 32;
 const MAX_BF16_EMULATED: usize = 128;
-const MAX_BF16_NATIVE: usize = 16;
-
-/// Whether the CPU multiplies bf16 itself. Where it does not, libtorch's bf16 products are several times slower than the
-/// same in f32.
-pub(super) fn has_native_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avx512bf16");
-    #[cfg(not(target_arch = "x86_64"))]
-    true
-}
+const MAX_BF16_NATIVE: usize = 64;
 
 /// Threads for the loops, and constants they need.
 #[derive(Debug)]
 pub(super) struct FewRows {
-    crew: Crew,
+    crew: Arc<Crew>,
     max_rows: usize,
     /// Many rows in bf16 are computed in f32, weights widened as they are used.
     widen: bool,
@@ -40,17 +34,22 @@ impl FewRows {
     pub(super) fn new(kind: Kind) -> Result<Self, FfnModelError> {
         let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
         let max_rows = match kind {
-            Kind::BFloat16 if has_native_bf16() => MAX_BF16_NATIVE,
+            Kind::BFloat16 if multiplies_bf16() => MAX_BF16_NATIVE,
             Kind::BFloat16 => MAX_BF16_EMULATED,
             _ => MAX_F32,
         };
         Ok(Self {
-            crew: Crew::new(threads).map_err(FfnModelError::Threads)?,
+            crew: Arc::new(Crew::new(threads).map_err(FfnModelError::Threads)?),
             max_rows,
-            widen: kind == Kind::BFloat16 && !has_native_bf16(),
+            widen: kind == Kind::BFloat16 && !multiplies_bf16(),
             every_row: (0..max_rows as i64).collect(),
             ones: vec![1.0; max_rows],
         })
+    }
+
+    /// The same on threads that others use too.
+    pub(super) fn on(self, crew: Arc<Crew>) -> Self {
+        Self { crew, ..self }
     }
 
     /// Whether the loops are the faster way for this many rows of an MLP.

@@ -13,6 +13,7 @@ use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::FfnNames;
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
+use afd_ffi::Crew;
 use tch::{Kind, Tensor};
 
 mod counts;
@@ -171,6 +172,11 @@ impl FfnModel {
         let out_kind = if shard.count() > 1 { Kind::Float } else { kind };
         let few_rows = FewRows::new(kind)?;
         Ok(Self { layers, specs, hidden_size: hidden, kind, out_kind, shard, counts, few_rows })
+    }
+
+    /// The same model, its loops on threads that another model of this process uses too: they take turns anyway.
+    pub fn on_crew(self, crew: Arc<Crew>) -> Self {
+        Self { few_rows: self.few_rows.on(crew), ..self }
     }
 
     /// One layer's FFN on `hidden`, `[rows, hidden]` in the compute dtype: this shard's partial sum, `[rows, hidden]` of

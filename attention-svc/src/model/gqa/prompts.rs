@@ -47,7 +47,7 @@ impl Gqa {
     ) -> Result<Tensor, ModelError> {
         let GqaShape { num_heads, num_kv_heads, head_dim } = self.shape;
         let (layer, heads, dim) = (pass.layer, num_heads as i64, head_dim as i64);
-        let qkv = x.f_linear(&self.qkv, None::<Tensor>).at(layer, "qkv_proj")?;
+        let qkv = x.f_linear(self.qkv.weight(), None::<Tensor>).at(layer, "qkv_proj")?;
         let write = GqaWrite {
             qkv: &pass.region(&qkv)?,
             norms: own.norms.as_ref().map(|(query, key)| (query, key)),
@@ -78,6 +78,6 @@ impl Gqa {
         };
         let attended = pass.attended((heads, dim), &qkv, span, direct)?;
         let attended = attended.f_reshape([-1, heads * dim]).at(layer, "attention")?;
-        self.out.add_to(residual, &attended).at(layer, "o_proj")
+        self.out.add_to(residual, &attended, &pass.stage.crew).at(layer, "o_proj")
     }
 }

@@ -59,7 +59,7 @@ impl Mla {
     ) -> Result<Tensor, ModelError> {
         let Dims { heads, latent, nope, rope, value } = self.dims;
         let (layer, width) = (pass.layer, self.dims.query());
-        let down = x.f_linear(&self.down, None::<Tensor>).at(layer, "q_proj and kv_a_proj")?;
+        let down = x.f_linear(self.down.weight(), None::<Tensor>).at(layer, "q_proj and kv_a_proj")?;
         let write = MlaWrite {
             projected: &pass.region(&down)?,
             stride: (heads * width + latent + rope) as usize,
@@ -84,7 +84,7 @@ impl Mla {
         };
         let attended = pass.attended((heads, value), &down, span, direct)?;
         let attended = attended.f_reshape([-1, heads * value]).at(layer, "attention")?;
-        self.out.add_to(residual, &attended).at(layer, "o_proj")
+        self.out.add_to(residual, &attended, &pass.stage.crew).at(layer, "o_proj")
     }
 
     /// Writes attention of the rows that come alone to `attended`, `[num_rows, heads, value]`, by the decode kernel; `false`

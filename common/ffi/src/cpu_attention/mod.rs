@@ -6,8 +6,11 @@
 //!
 //! This file checks shapes and bounds and splits the work over threads; `kernel` has the loops, `simd` the vectors.
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use tch::{Device, Kind, Tensor};
+
+use crate::Crew;
 
 mod kernel;
 pub(crate) mod simd;
@@ -15,8 +18,11 @@ pub(crate) mod simd;
 use kernel::{Dims, RowState};
 use simd::{Bf16, Element, Isa};
 
-/// Multiply-adds below which another thread costs more than it takes over: 0.1 ms of work, or more.
-const MIN_WORK_PER_THREAD: usize = 2 << 20;
+/// Multiply-adds of one share of the work: some microseconds, so that handing it over costs less than it takes.
+const WORK_PER_SHARE: usize = 128 << 10;
+
+/// More than one, so that a thread that comes late leaves the others something to take over.
+const SHARES_PER_THREAD: usize = 2;
 
 /// One layer of a paged cache.
 #[derive(Clone, Copy)]
@@ -134,7 +140,7 @@ pub(crate) fn check_cpu(what: &str, tensor: &Tensor, kind: Kind) -> Result<(), S
 ///
 /// `queries` are parts `[num_rows, num_heads, len]` whose lengths add up to `key_dim` (so that the latent and the rope
 /// part of a query need not be joined); `out` is `[num_rows, num_heads, value_dim]`. Both may be strided views; all
-/// tensors have the cache's dtype. Sums are in f32. Uses up to `max_threads` threads when the context is long.
+/// tensors have the cache's dtype. Sums are in f32. The crew shares rows, and long contexts of one, between its threads.
 ///
 /// # Errors
 /// [`ShapeError`] when something does not fit; nothing was written then.
@@ -144,11 +150,11 @@ pub fn paged_attention(
     rows: &PagedRows,
     scale: f64,
     out: &Tensor,
-    max_threads: usize,
+    crew: &Crew,
 ) -> Result<(), ShapeError> {
     match cache.keys.kind() {
-        Kind::Float => run::<f32>(Kind::Float, queries, cache, rows, scale, out, max_threads),
-        Kind::BFloat16 => run::<Bf16>(Kind::BFloat16, queries, cache, rows, scale, out, max_threads),
+        Kind::Float => run::<f32>(Kind::Float, queries, cache, rows, scale, out, crew),
+        Kind::BFloat16 => run::<Bf16>(Kind::BFloat16, queries, cache, rows, scale, out, crew),
         other => Err(ShapeError(format!("a {other:?} cache; f32 and bf16 are served"))),
     }
 }
@@ -166,7 +172,7 @@ struct Job<'a, E> {
 }
 
 // SAFETY: threads only read through `keys`, `values` and `queries`, and write disjoint rows of `out`; the tensors that
-// own the memory are borrowed by `paged_attention`, which joins every thread before it returns.
+// own the memory are borrowed by `paged_attention`, which ends no sooner than every thread's work on this.
 unsafe impl<E: Element> Sync for Job<'_, E> {}
 
 /// A range of one row's tokens: the unit that threads share out.
@@ -182,7 +188,7 @@ fn run<E: Element>(
     rows: &PagedRows,
     scale: f64,
     out: &Tensor,
-    max_threads: usize,
+    crew: &Crew,
 ) -> Result<(), ShapeError> {
     if rows.rows.is_empty() {
         return Ok(());
@@ -223,25 +229,21 @@ fn run<E: Element>(
     let job = Job { isa: Isa::best(), dims, keys, values, queries, scale: scale as f32, rows, out };
     let work_per_token = heads * (dims.key_dim + dims.value_dim);
     let tokens: usize = rows.rows.iter().map(|row| row.num_tokens).sum();
-    let threads = (tokens * work_per_token / MIN_WORK_PER_THREAD).clamp(1, max_threads.max(1));
-    let shares = share_out(rows, tokens.div_ceil(threads));
+    let most = if crew.num_threads() == 1 { 1 } else { SHARES_PER_THREAD * crew.num_threads() };
+    let shares = (tokens * work_per_token / WORK_PER_SHARE).clamp(1, most);
+    let shares = share_out(rows, tokens.div_ceil(shares));
     if let [only] = &shares[..] {
         attend_share(&job, only);
         return Ok(());
     }
-    let parts: Vec<(usize, RowState)> = std::thread::scope(|scope| {
-        let (first, others) = shares.split_first().expect("two shares or more");
-        let handles: Vec<_> = others.iter().map(|share| scope.spawn(|| attend_share(&job, share))).collect();
-        let mut parts = attend_share(&job, first);
-        for handle in handles {
-            match handle.join() {
-                Ok(more) => parts.extend(more),
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        }
-        parts
+    // Each share has a place of its own: nobody waits for another's.
+    let cut: Vec<Mutex<Vec<(usize, RowState)>>> = shares.iter().map(|_| Mutex::default()).collect();
+    crew.run(shares.len(), &|index| {
+        let parts = attend_share(&job, &shares[index]);
+        *cut[index].lock().unwrap_or_else(PoisonError::into_inner) = parts;
     });
-    merge(&job, parts);
+    let parts = cut.into_iter().flat_map(|parts| parts.into_inner().unwrap_or_else(PoisonError::into_inner));
+    merge(&job, parts.collect());
     Ok(())
 }
 

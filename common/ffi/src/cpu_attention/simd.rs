@@ -45,6 +45,15 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// See [`splat`](Self::splat).
     unsafe fn sum(x: Self::Vector) -> f32;
+    /// The same for four vectors, where that is cheaper together.
+    ///
+    /// # Safety
+    /// See [`splat`](Self::splat).
+    #[inline(always)]
+    unsafe fn sum4(x: [Self::Vector; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise is the same.
+        unsafe { [Self::sum(x[0]), Self::sum(x[1]), Self::sum(x[2]), Self::sum(x[3])] }
+    }
     /// Asks for the cache line of an address; any address is legal.
     fn prefetch<T>(_address: *const T) {}
 }
@@ -60,9 +69,20 @@ pub(crate) trait Element: Copy + Send + Sync {
     unsafe fn load<S: Simd>(from: *const Self) -> S::Vector;
     fn to_f32(self) -> f32;
     fn from_f32(x: f32) -> Self;
+    /// The same elements, if they are f32.
+    fn as_f32(_elements: &[Self]) -> Option<&[f32]> {
+        None
+    }
+    /// The same elements, if they are bfloat16.
+    fn as_bf16(_elements: &[Self]) -> Option<&[Bf16]> {
+        None
+    }
 }
 
 impl Element for f32 {
+    fn as_f32(elements: &[Self]) -> Option<&[f32]> {
+        Some(elements)
+    }
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::Vector {
         // SAFETY: the caller's promise is the same.
@@ -86,6 +106,9 @@ pub(crate) struct Bf16(pub(crate) u16);
 impl Element for Bf16 {
     const IS_BF16: bool = true;
 
+    fn as_bf16(elements: &[Self]) -> Option<&[Bf16]> {
+        Some(elements)
+    }
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::Vector {
         // SAFETY: the caller's promise is the same; `Bf16` is a transparent `u16`.
@@ -95,15 +118,14 @@ impl Element for Bf16 {
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.0) << 16)
     }
-    /// Rounds to nearest, ties to even; a NaN stays one.
+    /// Rounds to nearest, ties to even; a NaN stays one. Without a branch, so that loops of it become vectors.
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         let bits = x.to_bits();
-        if x.is_nan() {
-            return Self((bits >> 16) as u16 | 0x40);
-        }
         let round = 0x7fff + ((bits >> 16) & 1);
-        Self((bits.wrapping_add(round) >> 16) as u16)
+        let rounded = bits.wrapping_add(round) >> 16;
+        let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
+        Self(if is_nan { bits >> 16 | 0x40 } else { rounded } as u16)
     }
 }
 
@@ -213,6 +235,32 @@ mod x86 {
         }
     }
 
+    /// The four vectors' sums: their lanes are brought together before they are added across.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F.
+    #[inline(always)]
+    pub(crate) unsafe fn sum4(x: [__m512; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise; the array is as large as what is stored.
+        unsafe {
+            let a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+            let b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+            // Every 128 bits: a share of each of the four sums.
+            let four = _mm512_add_ps(
+                _mm512_shuffle_ps::<0b01_00_01_00>(a, b),
+                _mm512_shuffle_ps::<0b11_10_11_10>(a, b),
+            );
+            let two = _mm256_add_ps(
+                _mm512_castps512_ps256(four),
+                _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(four))),
+            );
+            let one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps::<1>(two));
+            let mut sums = [0.0; 4];
+            _mm_storeu_ps(sums.as_mut_ptr(), one);
+            sums
+        }
+    }
+
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Simd for Avx512 {
         const LANES: usize = 16;
@@ -254,11 +302,15 @@ mod x86 {
         unsafe fn sum(x: __m512) -> f32 {
             unsafe { _mm512_reduce_add_ps(x) }
         }
+        #[inline(always)]
+        unsafe fn sum4(x: [__m512; 4]) -> [f32; 4] {
+            unsafe { sum4(x) }
+        }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512};
+pub(crate) use x86::{Avx2, Avx512, sum4};
 
 /// Which loops this CPU runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::kernel::{self, Dims, RowState};
 use super::simd::{Element, Isa, Simd};
 use super::{CacheView, PagedRow, PagedRows, paged_attention};
+use crate::Crew;
 
 /// Deterministic values in [-1, 1).
 fn noise(count: usize, seed: u64) -> Vec<f32> {
@@ -113,7 +114,7 @@ fn any_shape_is_the_textbook_s() {
             let cache = CacheView { keys: &k, values: &v, num_kv_heads, key_dim, value_dim };
             // Results lie head by head, as the absorbed form wants them.
             let out = Tensor::full([heads as i64, 4, value_dim as i64], 7.0, (Kind::Float, Device::Cpu));
-            paged_attention(&[&q], &cache, &rows, 0.4, &out.transpose(0, 1), 2).unwrap();
+            paged_attention(&[&q], &cache, &rows, 0.4, &out.transpose(0, 1), &Crew::new(2).unwrap()).unwrap();
             for row in &rows.rows {
                 let expected = textbook(
                     &case,
@@ -155,7 +156,8 @@ fn queries_in_parts_over_a_latent_cache_in_f32_and_bf16() {
             };
             let out = Tensor::zeros([2, 5, 32], (kind, Device::Cpu));
             let parts = [q.narrow(2, 0, 32), q.narrow(2, 32, 8)];
-            paged_attention(&[&parts[0], &parts[1]], &view, &rows, 0.3, &out, 1).unwrap();
+            paged_attention(&[&parts[0], &parts[1]], &view, &rows, 0.3, &out, &Crew::new(1).unwrap())
+                .unwrap();
             let rounded: Vec<f32> = Vec::try_from(cache.to_kind(Kind::Float).view(-1)).unwrap();
             let q: Vec<f32> = Vec::try_from(q.to_kind(Kind::Float).view(-1)).unwrap();
             for row in &rows.rows {
@@ -191,7 +193,7 @@ fn a_row_cut_over_threads_gives_the_same() {
         };
         let run = |threads| {
             let out = Tensor::zeros([2, 64, dim], (Kind::Float, Device::Cpu));
-            paged_attention(&[&q], &cache, &rows, 0.125, &out, threads).unwrap();
+            paged_attention(&[&q], &cache, &rows, 0.125, &out, &Crew::new(threads).unwrap()).unwrap();
             out
         };
         let alone = run(1);
@@ -259,7 +261,7 @@ fn what_does_not_fit_is_refused_in_words() {
             rows: vec![PagedRow { row: 0, table: 0..1, num_tokens }],
         };
         let refused = |q: &Tensor, rows: PagedRows, out: &Tensor| {
-            paged_attention(&[q], &view, &rows, 1.0, out, 1).unwrap_err().to_string()
+            paged_attention(&[q], &view, &rows, 1.0, out, &Crew::new(1).unwrap()).unwrap_err().to_string()
         };
         assert_eq!(refused(&q, row(4, 1), &out), "block 4 of 4");
         assert!(refused(&q, row(0, 17), &out).contains("17 tokens in 1 blocks of 16"));

@@ -3,26 +3,24 @@
 //! With few rows the work is to read the weights once. As libtorch operations a mixture of experts is five calls an
 //! expert, each with its own start of threads, and bf16 products on a CPU without bf16 instructions are several times
 //! slower than reading the weights. Here all MLPs of a layer are two loops shared out over a [`Crew`]: gate and up, then
-//! down; sums are in f32 and rounded never. Gate and up are multiplied in bf16 where the CPU does that itself. With many
-//! rows libtorch's blocked products win.
+//! down; sums are in f32 and what lies between the loops is never rounded, so that gate and up can be multiplied in bf16
+//! where the CPU does that, and down cannot. With many rows libtorch's blocked products win.
 //!
-//! This file checks shapes and shares out the work, `kernel` has the loops.
+//! This file checks shapes and shares out the work, [`cpu_products`](crate::cpu_products) has the loops.
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cpu_attention::simd::{Bf16, Element, Isa};
-use crate::cpu_attention::{ShapeError, check_cpu, ensure};
-use crate::{Crew, memory};
+use crate::Crew;
+use crate::cpu_attention::simd::{Bf16, Element};
+use crate::cpu_attention::{Rows3, ShapeError, check_cpu, ensure};
+use crate::cpu_products::{
+    Dots, Inputs, Sink, TILE_INPUTS, TILE_ROWS, Tile, Writer, multiply, rows_per_chunk, write,
+};
+use crate::exp::silu;
 
-mod kernel;
 #[cfg(test)]
 mod tests;
-
-use kernel::Rows;
-
-/// Bytes of weights in one chunk of work: some microseconds of reading.
-const CHUNK_BYTES: usize = 64 << 10;
 
 /// Weights of one MLP as checkpoints store them, checked once. Keeps their memory alive.
 #[derive(Debug)]
@@ -121,8 +119,9 @@ fn run<E: Element>(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew, dots: Dots) ->
     let (num_rows, hidden) = (size[0] as usize, size[1] as usize);
     check(x.kind(), num_rows, hidden, mlps)?;
     let torch = |error: tch::TchError| ShapeError(error.to_string());
-    let wide = x.f_to_kind(Kind::Float).and_then(|x| x.f_contiguous()).map_err(torch)?;
-    let wide = memory::f32s(&wide).map_err(|error| ShapeError(error.to_string()))?;
+    let x = x.f_contiguous().map_err(torch)?;
+    let rows = x.f_unsqueeze(1).map_err(torch)?;
+    let rows = Rows3::<E>::new("x", &rows, x.kind())?;
     let out = Tensor::f_zeros([num_rows as i64, hidden as i64], (Kind::Float, Device::Cpu)).map_err(torch)?;
     if num_rows == 0 {
         return Ok(out);
@@ -139,115 +138,123 @@ fn run<E: Element>(x: &Tensor, mlps: &[MlpRows<'_>], crew: &Crew, dots: Dots) ->
             scales,
         })
         .collect();
-    let activations = activate(&parts, wide, hidden, crew, dots);
-    add_down(&parts, &activations, Writer(out.data_ptr().cast()), hidden, crew);
+    // SAFETY: the tensor is contiguous, so its rows lie one after the other; nothing writes it during this call.
+    let x = unsafe { std::slice::from_raw_parts(rows.at(0, 0).cast_const(), num_rows * hidden) };
+    let activations = activate(&parts, x, hidden, crew, dots);
+    add_down(&parts, &activations, &Writer::new(out.data_ptr().cast()), hidden, crew);
     Ok(out)
 }
 
 /// `silu(gate(x)) * up(x)` of every part, `[its rows, its intermediate rows]`.
 fn activate<E: Element>(
     parts: &[Part<'_, E>],
-    x: &[f32],
+    x: &[E],
     hidden: usize,
     crew: &Crew,
     dots: Dots,
 ) -> Vec<Vec<f32>> {
-    let inputs: Vec<Rows> = parts.iter().map(|part| Rows::gathered(x, hidden, part.rows)).collect();
+    let inputs: Vec<Inputs<'_>> = parts
+        .iter()
+        .map(|part| match is_every_row(part.rows, x.len() / hidden.max(1)) {
+            true => Inputs::all(x, part.rows.len(), hidden, dots),
+            false => Inputs::gathered(x, hidden, part.rows, dots),
+        })
+        .collect();
     let mut outputs: Vec<Vec<f32>> =
         parts.iter().map(|part| vec![0.0; part.rows.len() * part.intermediate]).collect();
-    let writers: Vec<Writer> = outputs.iter_mut().map(|items| Writer(items.as_mut_ptr())).collect();
+    let sinks: Vec<Gated> = parts
+        .iter()
+        .zip(&mut outputs)
+        .map(|(part, items)| Gated { out: Writer::new(items.as_mut_ptr()), width: part.intermediate })
+        .collect();
     let pieces = pieces(parts, hidden);
-    let ways: Vec<Way> = inputs.into_iter().map(|rows| Way::new::<E>(rows, dots)).collect();
     crew.run(pieces.len(), &|index| {
         let (at, rows) = &pieces[index];
         let part = &parts[*at];
         // SAFETY: `check` compared the shapes; these are rows of the MLP; its outputs were made for all its rows and
         // inputs, and no other piece has these columns of them.
-        unsafe { ways[*at].activate(part, hidden, rows.clone(), writers[*at].get()) }
+        unsafe { multiply([part.gate, part.up], rows.clone(), &inputs[*at], &sinks[*at]) }
     });
     outputs
+}
+
+/// Whether these are 0, 1, 2, .. up to `count`.
+fn is_every_row(rows: &[i64], count: usize) -> bool {
+    rows.len() == count && rows.iter().zip(0..).all(|(&row, index)| row == index)
 }
 
 /// Adds `scale * down(activations)` of every part to its rows of the sum, `[rows, hidden]`.
 fn add_down<E: Element>(
     parts: &[Part<'_, E>],
     activations: &[Vec<f32>],
-    sum: Writer,
+    sum: &Writer<f32>,
     hidden: usize,
     crew: &Crew,
 ) {
-    let inputs: Vec<Rows> = parts
+    let inputs: Vec<Inputs<'_>> = parts
         .iter()
         .zip(activations)
-        .map(|(part, items)| Rows::consecutive(items, part.intermediate, part.rows.len()))
+        .map(|(part, items)| Inputs::all(items, part.rows.len(), part.intermediate, Dots::WhereTheyAre))
         .collect();
     let row_bytes: usize = parts.iter().map(|part| part.intermediate * size_of::<E>()).sum();
     let per_chunk = rows_per_chunk(row_bytes);
-    let isa = Isa::best();
     crew.run(hidden.div_ceil(per_chunk), &|index| {
         let columns = index * per_chunk..hidden.min((index + 1) * per_chunk);
         for (part, input) in parts.iter().zip(&inputs) {
-            let (len, columns) = (part.intermediate, columns.clone());
+            let sink = AddScaled { row_of: part.rows, scales: part.scales, out: sum, width: hidden };
             // SAFETY: `check` compared the shapes and every row index with the rows of the sum; these are rows of the
             // MLP, and no other chunk has these columns of the sum.
-            unsafe {
-                let (rows, scales, out) = (part.rows, part.scales, sum.get());
-                kernel::add_down(isa, part.down, len, columns, input, rows, scales, out, hidden);
-            }
+            unsafe { multiply([part.down], columns.clone(), input, &sink) }
         }
     });
 }
 
-/// How gate and up of one part are computed, with its inputs as that takes them.
-enum Way {
-    /// Weights are widened to f32.
-    Wide(Isa, Rows),
-    /// The CPU multiplies bf16 itself.
-    #[cfg(target_arch = "x86_64")]
-    Dot(kernel::dot::Bf16Rows),
+/// `out[input][row] = silu(gate) * up`; `out` is `[inputs, width]`.
+struct Gated {
+    out: Writer<f32>,
+    width: usize,
 }
 
-impl Way {
-    /// The best one of this CPU for weights of `E` and rows that came as such; `dots` may be ruled out.
-    fn new<E: Element>(inputs: Rows, dots: Dots) -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if E::IS_BF16 && dots == Dots::WhereTheyAre && kernel::dot::is_here() {
-            return Self::Dot(kernel::dot::Bf16Rows::new(&inputs));
+impl Sink<2> for Gated {
+    #[inline(always)]
+    unsafe fn put(&self, row: usize, count: usize, from: usize, num: usize, [gate, up]: &[Tile; 2]) {
+        let mut products = [[0.0; TILE_ROWS]; TILE_INPUTS];
+        // All of the tile, whatever is in use of it: one vector.
+        for i in 0..TILE_INPUTS {
+            for r in 0..TILE_ROWS {
+                products[i][r] = silu(gate[i][r]) * up[i][r];
+            }
         }
-        let _ = dots;
-        Self::Wide(Isa::best(), inputs)
-    }
-
-    /// # Safety
-    /// As for [`kernel::activate`], for the part's inputs and rows.
-    unsafe fn activate<E: Element>(
-        &self,
-        part: &Part<'_, E>,
-        hidden: usize,
-        rows: Range<usize>,
-        out: *mut f32,
-    ) {
-        let (gate_up, width) = ([part.gate, part.up], part.intermediate);
-        // SAFETY: the caller's promise is the same; a dot's weights are bf16, and the CPU has it: `new` has asked.
-        unsafe {
-            match self {
-                Self::Wide(isa, inputs) => kernel::activate(*isa, gate_up, hidden, rows, inputs, out, width),
-                #[cfg(target_arch = "x86_64")]
-                Self::Dot(inputs) => {
-                    kernel::dot::activate(gate_up.map(<*const E>::cast), rows, inputs, out, width)
-                }
+        for (i, products) in products.iter().enumerate().take(num) {
+            // SAFETY: within `[inputs, width]`, says the caller, and these elements are this call's alone.
+            unsafe {
+                let to = self.out.get().add((from + i) * self.width + row);
+                write(to, *products, count);
             }
         }
     }
 }
 
-/// Whether instructions that multiply bf16 are used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Dots {
-    WhereTheyAre,
-    /// For tests of the other loops on CPUs that have them.
-    #[cfg(test)]
-    Never,
+/// `out[row_of[input]][row] += scales[input] * product`; `out` is `[_, width]`.
+struct AddScaled<'a> {
+    row_of: &'a [i64],
+    scales: &'a [f32],
+    out: &'a Writer<f32>,
+    width: usize,
+}
+
+impl Sink<1> for AddScaled<'_> {
+    #[inline(always)]
+    unsafe fn put(&self, row: usize, count: usize, from: usize, num: usize, [tile]: &[Tile; 1]) {
+        for (i, products) in tile.iter().enumerate().take(num) {
+            let (to, scale) = (self.row_of[from + i] as usize * self.width + row, self.scales[from + i]);
+            // SAFETY: within `[max(row_of) + 1, width]`, says the caller, and these elements are this call's alone.
+            let to = unsafe { std::slice::from_raw_parts_mut(self.out.get().add(to), count) };
+            for (sum, product) in to.iter_mut().zip(products) {
+                *sum += scale * product;
+            }
+        }
+    }
 }
 
 fn check(kind: Kind, num_rows: usize, hidden: usize, mlps: &[MlpRows<'_>]) -> Result<(), ShapeError> {
@@ -269,20 +276,3 @@ fn pieces<E>(parts: &[Part<'_, E>], hidden: usize) -> Vec<(usize, Range<usize>)>
     let of_part = |(at, part): (usize, &Part<'_, E>)| cut(part.intermediate).map(move |rows| (at, rows));
     parts.iter().enumerate().flat_map(of_part).collect()
 }
-
-/// A multiple of the kernel's tile.
-fn rows_per_chunk(row_bytes: usize) -> usize {
-    (CHUNK_BYTES / row_bytes.max(1)).next_multiple_of(kernel::TILE_ROWS)
-}
-
-/// Where threads write, each its own elements.
-struct Writer(*mut f32);
-
-impl Writer {
-    fn get(&self) -> *mut f32 {
-        self.0
-    }
-}
-
-// SAFETY: the pointer is only written through by the kernels, each chunk of work in elements of its own.
-unsafe impl Sync for Writer {}

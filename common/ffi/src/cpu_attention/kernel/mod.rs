@@ -6,11 +6,10 @@
 use std::ops::Range;
 
 use super::simd::{Element, Isa, Portable, Simd, for_each_isa};
+use crate::exp::exponentials;
 
-mod exp;
 mod products;
 
-use exp::exponentials;
 use products::{Ahead, score_all, weigh_all};
 
 /// Tokens whose scores are held at once.
