@@ -10,34 +10,14 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 
 use super::Api;
 use super::error::ApiError;
-use super::prompt::PromptSource;
-use super::request_span::{Incoming, RequestSpan};
+use super::plan::Plan;
+use super::request_span::RequestSpan;
 use super::running::Registered;
-use super::validate::Checked;
 use crate::request::{
     ChosenToken, FinishReason, SequenceError, SequenceEvent, SequenceId, SequenceRequest, TokenLogprobs,
     Usage,
 };
 use crate::text::OutputText;
-
-/// A request that was read and checked.
-#[derive(Debug)]
-pub struct Plan {
-    /// Its name in answers, logs and `Abort`.
-    pub request_id: String,
-    /// At least one.
-    pub prompts: Vec<PromptSource>,
-    /// Field that prompts came in.
-    pub prompt_param: &'static str,
-    /// The rest.
-    pub checked: Checked,
-    /// When the caller stops waiting.
-    pub deadline: Option<Instant>,
-    /// What its headers say about tracing.
-    pub trace: Incoming,
-    /// What is done, as `gen_ai.operation.name`: "chat" or "text_completion".
-    pub operation: &'static str,
-}
 
 /// What one event of one sequence adds to the answer.
 #[derive(Clone, Debug)]

@@ -22,6 +22,7 @@ mod ids;
 mod json;
 mod metrics;
 pub mod openai;
+pub mod plan;
 pub mod prompt;
 pub mod readiness;
 pub mod request_span;

@@ -1,20 +1,15 @@
-//! A request's own span: what its headers say about tracing, and, once the request is over however it ended, what it was
-//! and what it cost under the names of OpenTelemetry's conventions for generative models. The engine adds the children
-//! `queue`, `prefill` and `decode`.
+//! A request's own span: once the request is over, however it ended, what it was and what it cost, under the names of
+//! OpenTelemetry's conventions for generative models. The engine adds the children `queue`, `prefill` and `decode`.
 use std::time::Instant;
 
 use afd_common::telemetry::{
     Array, KeyValue, Sampling, Span, SpanId, SpanKind, SpanSink, StringValue, TraceContext, Value, WallClock,
 };
-use http::HeaderMap;
 
 use super::error::ApiError;
-use super::generation::Plan;
+use super::plan::{Incoming, Plan};
 use super::validate::Checked;
 use crate::request::{SequenceTrace, Usage};
-
-/// Asks for every step of the request to be recorded hop by hop.
-const HOPS_HEADER: &str = "x-afd-trace-hops";
 
 /// Where spans of requests go, and which requests make some.
 #[derive(Clone, Debug, Default)]
@@ -23,25 +18,6 @@ pub struct RequestTracing {
     pub spans: SpanSink,
     /// Which requests.
     pub sampling: Sampling,
-}
-
-/// What a request's headers say about its trace.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Incoming {
-    /// The caller's span.
-    pub parent: Option<TraceContext>,
-    /// Whether the steps that serve it are to be recorded hop by hop.
-    pub hops: bool,
-}
-
-impl Incoming {
-    /// Reads `traceparent` and `x-afd-trace-hops: 1`. What is malformed is ignored, as the standard asks.
-    pub(super) fn read(headers: &HeaderMap) -> Self {
-        let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
-        let parent = text("traceparent").and_then(|value| value.trim().parse().ok());
-        let hops = text(HOPS_HEADER).is_some_and(|value| matches!(value.trim(), "1" | "true"));
-        Self { parent, hops }
-    }
 }
 
 /// The span of a request that is recorded; it ends when this is dropped.
@@ -161,25 +137,4 @@ fn attributes(plan: &Plan, model: &str) -> Vec<KeyValue> {
     some("gen_ai.request.seed", sampling.seed.map(|seed| seed as i64));
     some("gen_ai.request.max_tokens", plan.checked.max_tokens().map(i64::from));
     attributes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn headers_say_what_is_wanted_and_nonsense_says_nothing() {
-        let of = |pairs: &[(&'static str, &str)]| {
-            let mut headers = HeaderMap::new();
-            for (name, value) in pairs {
-                headers.insert(*name, value.parse().unwrap());
-            }
-            Incoming::read(&headers)
-        };
-        let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        let read = of(&[("traceparent", parent), (HOPS_HEADER, "1")]);
-        assert_eq!((read.parent.unwrap().to_string().as_str(), read.hops), (parent, true));
-        assert_eq!(of(&[("traceparent", "00-zz"), (HOPS_HEADER, "0")]), Incoming::default());
-        assert_eq!(of(&[]), Incoming::default());
-    }
 }

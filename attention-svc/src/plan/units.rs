@@ -2,6 +2,8 @@
 //! SI units (bytes, seconds, operations, and their rates). Nothing else in the planner knows a prefix.
 use std::fmt;
 
+use afd_common::config::units::split;
+
 /// What a quantity measures; decides which units it may be written in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dimension {
@@ -73,15 +75,7 @@ pub struct QuantityError {
 /// [`QuantityError`] when it is not a finite number or the unit does not fit the dimension.
 pub fn parse(text: &str, dimension: Dimension) -> Result<f64, QuantityError> {
     let fail = |what: String| QuantityError { text: text.into(), what };
-    let trimmed = text.trim();
-    // The unit starts at the first letter that is not an exponent, or at `%`.
-    let numeric = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E' | '_');
-    let split = trimmed.find(|c: char| !numeric(c)).unwrap_or(trimmed.len());
-    let (number, unit) = (trimmed[..split].replace('_', ""), trimmed[split..].trim());
-    let value: f64 = number.parse().map_err(|_| fail("does not start with a number".into()))?;
-    if !value.is_finite() {
-        return Err(fail("is not finite".into()));
-    }
+    let (value, unit) = split(text).ok_or_else(|| fail("does not start with a finite number".into()))?;
     let factor = dimension.units().iter().find(|(name, _)| *name == unit).map(|(_, factor)| *factor);
     let factor = factor.ok_or_else(|| fail(format!("unit `{unit}` is not one of {}", dimension.names())))?;
     Ok(scale(value, factor))

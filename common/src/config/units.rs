@@ -42,11 +42,14 @@ impl fmt::Display for TextOrNumber {
     }
 }
 
-/// The number at the beginning of a text, and what follows it.
-fn split(text: &str) -> Option<(f64, &str)> {
-    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let number: f64 = text[..digits].parse().ok()?;
-    Some((number, text[digits..].trim_start()))
+/// The finite number that a text begins with, such as `1.5`, `-2`, `5e10` or `65_536`, and the unit that follows it, with or
+/// without a space between them.
+pub fn split(text: &str) -> Option<(f64, &str)> {
+    let text = text.trim();
+    let numeric = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E' | '_');
+    let (number, unit) = text.split_at(text.find(|c: char| !numeric(c)).unwrap_or(text.len()));
+    let number: f64 = number.replace('_', "").parse().ok()?;
+    number.is_finite().then_some((number, unit.trim_start()))
 }
 
 impl FromStr for ByteSize {
@@ -54,7 +57,7 @@ impl FromStr for ByteSize {
 
     fn from_str(text: &str) -> Result<Self, BadQuantity> {
         let parse = || {
-            let (number, unit) = split(text.trim())?;
+            let (number, unit) = split(text).filter(|(number, _)| *number >= 0.0)?;
             let scale: u64 = match unit.to_ascii_lowercase().as_str() {
                 "" | "b" => 1,
                 "kb" => 1000,
@@ -93,7 +96,7 @@ impl FromStr for Span {
 
     fn from_str(text: &str) -> Result<Self, BadQuantity> {
         let parse = || {
-            let (number, unit) = split(text.trim())?;
+            let (number, unit) = split(text)?;
             let seconds = match unit {
                 "ms" => 0.001,
                 "" | "s" => 1.0,
@@ -147,7 +150,7 @@ mod tests {
         assert_eq!(bytes("1GiB"), Some(1 << 30));
         assert_eq!(bytes("1.5 gib"), Some(3 << 29));
         assert_eq!(bytes("2GB"), Some(2_000_000_000));
-        assert_eq!(bytes("4096"), Some(4096));
+        assert_eq!((bytes("4096"), bytes("65_536"), bytes("1e3")), (Some(4096), Some(65536), Some(1000)));
         assert_eq!([bytes("-1"), bytes("GiB"), bytes("1 parsec"), bytes("")], [None; 4]);
         let span = |text: &str| text.parse::<Span>().map(|s| s.0).ok();
         assert_eq!(span("500ms"), Some(Duration::from_millis(500)));

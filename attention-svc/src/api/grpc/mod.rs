@@ -14,10 +14,10 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::error::ApiError;
-use super::generation::{Generation, Plan, Update};
+use super::generation::{Generation, Update};
 use super::openai::chat::check_role;
+use super::plan::{Incoming, Plan};
 use super::prompt::PromptSource;
-use super::request_span::Incoming;
 use super::validate::{FieldError, FieldNames, GenerationSpec, SamplingSpec, StopSpec};
 use super::{Api, Readiness, forward, ids};
 use crate::request::{FinishReason, TokenLogprobs};

@@ -1,20 +1,21 @@
 //! `POST /v1/chat/completions`: a conversation is continued.
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::{Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
-use super::super::generation::{Generation, Plan, Update, reason_name};
+use super::super::generation::{Generation, Update, reason_name};
 use super::super::json::{Fields, brief};
+use super::super::plan::Plan;
 use super::super::prompt::PromptSource;
 use super::super::validate::{FieldError, FieldNames, GenerationSpec};
 use super::super::{Api, ids};
 use super::fields::{Delivery, shared};
-use super::sse::{self, Chunks};
-use super::{Envelope, Received, TotalUsage, logprobs, receive, unary};
+use super::frame::{self, Frame, Writer};
+use super::unary::Finished;
+use super::{Received, logprobs, receive};
 use crate::request::{ChosenToken, FinishReason, TokenLogprobs};
 use crate::text::ChatMessage;
 
@@ -35,29 +36,12 @@ pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Res
         trace,
         operation: "chat",
     };
-    let mut generation = Generation::start(Arc::clone(&api), plan).await?;
+    let generation = Generation::start(Arc::clone(&api), plan).await?;
     let object = if request.delivery.stream { "chat.completion.chunk" } else { "chat.completion" };
-    let envelope = Envelope::new(&api, Arc::clone(generation.name()), object);
+    let frame = Frame::new(&api, &generation, object, request.delivery, n);
     let prompt = Arc::clone(&generation.prompts()[0]);
-    let begun = vec![false; n];
-    let delivery = request.delivery;
-    let mut writer =
-        Writer { api, envelope, prompt, with_logprobs, delivery, begun, total: TotalUsage::default() };
-    if delivery.stream {
-        return sse::respond(generation, writer).await;
-    }
-    let (sequences, total) = unary::collect(&mut generation, n).await?;
-    let choices = sequences
-        .into_iter()
-        .enumerate()
-        .map(|(index, s)| {
-            let message = json!({"role": "assistant", "content": s.text, "refusal": null});
-            writer.choice(index, ("message", message), &s.tokens, s.prompt_logprobs.as_deref(), s.reason)
-        })
-        .collect();
-    let mut answer = writer.envelope.with(choices);
-    answer["usage"] = total.json();
-    Ok(Json(answer).into_response())
+    let writer = ChatWriter { api, frame, prompt, with_logprobs, begun: vec![false; n] };
+    frame::respond(generation, writer).await
 }
 
 struct ChatRequest {
@@ -190,20 +174,18 @@ fn content(value: Option<Value>, param: &str) -> Result<String, FieldError> {
 }
 
 /// Writes choices, whole or in chunks.
-struct Writer {
+struct ChatWriter {
     api: Arc<Api>,
-    envelope: Envelope,
+    frame: Frame,
     prompt: Arc<[u32]>,
     with_logprobs: bool,
-    delivery: Delivery,
     /// Per continuation: whether its role was sent, or its choice begun.
     begun: Vec<bool>,
-    total: TotalUsage,
 }
 
-impl Writer {
+impl ChatWriter {
     /// A choice, or the next part of it, with its content under `message` or `delta`.
-    fn choice(
+    fn part(
         &mut self,
         index: usize,
         (name, content): (&str, Value),
@@ -222,7 +204,7 @@ impl Writer {
         if let Some(logprobs) = prompt_logprobs {
             value["prompt_logprobs"] = logprobs::prompt(tokenizer, &self.prompt, logprobs);
         }
-        if self.delivery.token_ids {
+        if self.frame.delivery.token_ids {
             value["token_ids"] = tokens.iter().map(|t| t.id).collect();
             if first {
                 value["prompt_token_ids"] = self.prompt.iter().copied().collect();
@@ -230,45 +212,36 @@ impl Writer {
         }
         value
     }
-
-    fn chunk(&self, choices: Vec<Value>) -> Value {
-        let mut chunk = self.envelope.with(choices);
-        if self.delivery.include_usage {
-            chunk["usage"] = Value::Null;
-        }
-        chunk
-    }
 }
 
-impl Chunks for Writer {
+impl Writer for ChatWriter {
+    fn frame(&mut self) -> &mut Frame {
+        &mut self.frame
+    }
+
+    fn choice(&mut self, index: usize, sequence: Finished) -> Value {
+        let Finished { text, tokens, prompt_logprobs, reason } = sequence;
+        let message = json!({"role": "assistant", "content": text, "refusal": null});
+        self.part(index, ("message", message), &tokens, prompt_logprobs.as_deref(), reason)
+    }
+
     fn chunks(&mut self, update: Update) -> Vec<Value> {
         let index = update.index;
-        let mut chunks = Vec::new();
+        let mut choices = Vec::new();
         if !self.begun[index] {
             let role = json!({"role": "assistant", "content": ""});
-            let choice = self.choice(index, ("delta", role), &[], update.prompt_logprobs.as_deref(), None);
-            chunks.push(self.chunk(vec![choice]));
+            choices.push(self.part(index, ("delta", role), &[], update.prompt_logprobs.as_deref(), None));
         }
-        let shows_token = update.token.is_some() && (self.with_logprobs || self.delivery.token_ids);
+        let shows_token = update.token.is_some() && (self.with_logprobs || self.frame.delivery.token_ids);
         if !update.text.is_empty() || shows_token {
             let delta = json!({"content": update.text});
             let tokens: Vec<ChosenToken> = update.token.into_iter().collect();
-            let choice = self.choice(index, ("delta", delta), &tokens, None, None);
-            chunks.push(self.chunk(vec![choice]));
+            choices.push(self.part(index, ("delta", delta), &tokens, None, None));
         }
         if let Some((reason, usage)) = update.finished {
-            self.total.add(usage, index == 0);
-            let choice = self.choice(index, ("delta", json!({})), &[], None, Some(reason));
-            chunks.push(self.chunk(vec![choice]));
+            self.frame.add(index, usage);
+            choices.push(self.part(index, ("delta", json!({})), &[], None, Some(reason)));
         }
-        chunks
-    }
-
-    fn last(&mut self) -> Option<Value> {
-        self.delivery.include_usage.then(|| {
-            let mut chunk = self.envelope.with(Vec::new());
-            chunk["usage"] = self.total.json();
-            chunk
-        })
+        choices.into_iter().map(|choice| self.frame.chunk(choice)).collect()
     }
 }

@@ -1,21 +1,22 @@
 //! `POST /v1/completions`: texts or token ids are continued.
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::{Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde_json::{Value, json};
 
 use super::super::error::ApiError;
-use super::super::generation::{Generation, Plan, Update, reason_name};
+use super::super::generation::{Generation, Update, reason_name};
 use super::super::json::{Fields, brief};
+use super::super::plan::Plan;
 use super::super::prompt::PromptSource;
 use super::super::validate::{FieldError, FieldNames, GenerationSpec, MAX_PROMPTS};
 use super::super::{Api, ids};
 use super::fields::{Delivery, shared};
+use super::frame::{self, Frame, Writer};
 use super::logprobs::{self, TextLogprobs};
-use super::sse::{self, Chunks};
-use super::{Envelope, Received, TotalUsage, receive, unary};
+use super::unary::Finished;
+use super::{Received, receive};
 use crate::request::{FinishReason, TokenLogprobs};
 
 /// OpenAI's default.
@@ -39,35 +40,17 @@ pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Res
         trace,
         operation: "text_completion",
     };
-    let mut generation = Generation::start(Arc::clone(&api), plan).await?;
-    let envelope = Envelope::new(&api, Arc::clone(generation.name()), "text_completion");
-    let mut writer = Writer {
+    let generation = Generation::start(Arc::clone(&api), plan).await?;
+    let writer = TextWriter {
+        frame: Frame::new(&api, &generation, "text_completion", request.delivery, n),
         choices: (0..generation.prompts().len() * n).map(|_| Choice::default()).collect(),
         prompts: generation.prompts().to_vec(),
-        envelope,
-        n,
         echo,
         with_logprobs,
         asked_prompt_logprobs: request.asked_prompt_logprobs,
-        delivery: request.delivery,
-        total: TotalUsage::default(),
         api,
     };
-    if request.delivery.stream {
-        return sse::respond(generation, writer).await;
-    }
-    let (sequences, total) = unary::collect(&mut generation, n).await?;
-    let choices = sequences
-        .into_iter()
-        .enumerate()
-        .map(|(index, s)| {
-            let tokens: Vec<_> = s.tokens.iter().map(|t| (t.id, t.logprobs.as_ref())).collect();
-            writer.choice(index, s.text, &tokens, s.prompt_logprobs.as_deref(), s.reason)
-        })
-        .collect();
-    let mut answer = writer.envelope.with(choices);
-    answer["usage"] = total.json();
-    Ok(Json(answer).into_response())
+    frame::respond(generation, writer).await
 }
 
 struct CompletionRequest {
@@ -162,18 +145,15 @@ fn echoes(api: &Api, prompts: &[PromptSource]) -> Result<Vec<String>, ApiError> 
 }
 
 /// Writes choices, whole or in chunks.
-struct Writer {
+struct TextWriter {
     api: Arc<Api>,
-    envelope: Envelope,
+    frame: Frame,
     prompts: Vec<Arc<[u32]>>,
-    n: usize,
     /// Per prompt, when asked for.
     echo: Vec<String>,
     with_logprobs: bool,
     asked_prompt_logprobs: bool,
-    delivery: Delivery,
     choices: Vec<Choice>,
-    total: TotalUsage,
 }
 
 /// What has been written of a choice.
@@ -183,9 +163,9 @@ struct Choice {
     begun: bool,
 }
 
-impl Writer {
+impl TextWriter {
     /// A choice, or the next part of it.
-    fn choice(
+    fn part(
         &mut self,
         index: usize,
         text: String,
@@ -194,10 +174,10 @@ impl Writer {
         reason: Option<FinishReason>,
     ) -> Value {
         let tokenizer = &self.api.text.tokenizer;
-        let prompt = &self.prompts[index / self.n];
+        let prompt = &self.prompts[index / self.frame.n];
         let choice = &mut self.choices[index];
         let first = !std::mem::replace(&mut choice.begun, true);
-        let echo = self.echo.get(index / self.n).filter(|_| first);
+        let echo = self.echo.get(index / self.frame.n).filter(|_| first);
 
         let echoed = match (echo, prompt_logprobs) {
             (Some(_), Some(logprobs)) => {
@@ -218,7 +198,7 @@ impl Writer {
         if let (Some(logprobs), true) = (prompt_logprobs, self.asked_prompt_logprobs) {
             value["prompt_logprobs"] = logprobs::prompt(tokenizer, prompt, logprobs);
         }
-        if self.delivery.token_ids {
+        if self.frame.delivery.token_ids {
             value["token_ids"] = tokens.iter().map(|(id, _)| *id).collect();
             if first {
                 value["prompt_token_ids"] = prompt.iter().copied().collect();
@@ -228,12 +208,21 @@ impl Writer {
     }
 }
 
-impl Chunks for Writer {
+impl Writer for TextWriter {
+    fn frame(&mut self) -> &mut Frame {
+        &mut self.frame
+    }
+
+    fn choice(&mut self, index: usize, sequence: Finished) -> Value {
+        let tokens: Vec<_> = sequence.tokens.iter().map(|t| (t.id, t.logprobs.as_ref())).collect();
+        self.part(index, sequence.text, &tokens, sequence.prompt_logprobs.as_deref(), sequence.reason)
+    }
+
     fn chunks(&mut self, update: Update) -> Vec<Value> {
-        let shows_token = update.token.is_some() && (self.with_logprobs || self.delivery.token_ids);
+        let shows_token = update.token.is_some() && (self.with_logprobs || self.frame.delivery.token_ids);
         let shows_echo = !self.echo.is_empty() && !self.choices[update.index].begun;
         if let Some((_, usage)) = update.finished {
-            self.total.add(usage, update.index.is_multiple_of(self.n));
+            self.frame.add(update.index, usage);
         }
         let shows = !update.text.is_empty()
             || update.finished.is_some()
@@ -246,19 +235,7 @@ impl Chunks for Writer {
         let tokens: Vec<_> = update.token.iter().map(|t| (t.id, t.logprobs.as_ref())).collect();
         let reason = update.finished.map(|(reason, _)| reason);
         let prompt_logprobs = update.prompt_logprobs.as_deref();
-        let choice = self.choice(update.index, update.text, &tokens, prompt_logprobs, reason);
-        let mut chunk = self.envelope.with(vec![choice]);
-        if self.delivery.include_usage {
-            chunk["usage"] = Value::Null;
-        }
-        vec![chunk]
-    }
-
-    fn last(&mut self) -> Option<Value> {
-        self.delivery.include_usage.then(|| {
-            let mut chunk = self.envelope.with(Vec::new());
-            chunk["usage"] = self.total.json();
-            chunk
-        })
+        let choice = self.part(update.index, update.text, &tokens, prompt_logprobs, reason);
+        vec![self.frame.chunk(choice)]
     }
 }

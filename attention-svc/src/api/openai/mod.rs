@@ -1,22 +1,20 @@
 //! OpenAI's HTTP API. Each endpoint: read the fields, check them, run, write; streaming and not.
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::Request;
 use http::HeaderMap;
-use serde_json::{Value, json};
 
 use super::error::ApiError;
 use super::json::Fields;
-use super::request_span::Incoming;
+use super::plan::Incoming;
 use super::validate::FieldError;
 use super::{Api, body};
-use crate::request::Usage;
 
 pub(super) mod chat;
 pub(super) mod completions;
 mod fields;
+mod frame;
 mod logprobs;
 pub(super) mod models;
 mod sse;
@@ -54,60 +52,5 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, FieldError> {
             TIMEOUT_HEADER,
             format!("must be milliseconds from 1 to {day}, got {value:?}"),
         )),
-    }
-}
-
-/// What every answer to one request has in common.
-struct Envelope {
-    id: Arc<str>,
-    object: &'static str,
-    created: u64,
-    model: String,
-    fingerprint: String,
-}
-
-impl Envelope {
-    fn new(api: &Api, id: Arc<str>, object: &'static str) -> Self {
-        let fingerprint: String = api.model.identity.fingerprint.chars().take(12).collect();
-        let model = api.model.name.clone();
-        Self { id, object, created: super::unix_seconds(), model, fingerprint: format!("fp_{fingerprint}") }
-    }
-
-    fn with(&self, choices: Vec<Value>) -> Value {
-        json!({
-            "id": *self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        })
-    }
-}
-
-/// Tokens of all sequences of a request; a prompt counts once, however often it is continued.
-#[derive(Default)]
-struct TotalUsage {
-    prompt: u64,
-    completion: u64,
-    cached: u64,
-}
-
-impl TotalUsage {
-    fn add(&mut self, usage: Usage, is_first_of_prompt: bool) {
-        self.completion += u64::from(usage.completion_tokens);
-        if is_first_of_prompt {
-            self.prompt += u64::from(usage.prompt_tokens);
-            self.cached += u64::from(usage.cached_tokens);
-        }
-    }
-
-    fn json(&self) -> Value {
-        json!({
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        })
     }
 }

@@ -10,19 +10,12 @@ use http::{HeaderValue, header};
 use serde_json::Value;
 
 use super::super::error::ApiError;
-use super::super::generation::{Generation, Update};
+use super::super::generation::Generation;
+use super::frame::Writer;
 
-/// Writes the events of one kind of answer.
-pub(super) trait Chunks: Send + 'static {
-    /// Events for an update; none when it shows nothing.
-    fn chunks(&mut self, update: Update) -> Vec<Value>;
-    /// The event before `[DONE]`, if there is one.
-    fn last(&mut self) -> Option<Value>;
-}
-
-struct Streaming<C> {
+struct Streaming<W> {
     generation: Generation,
-    chunks: C,
+    writer: W,
     ready: VecDeque<Bytes>,
     ended: bool,
 }
@@ -31,15 +24,15 @@ struct Streaming<C> {
 ///
 /// # Errors
 /// What failed before the first token.
-pub(super) async fn respond<C: Chunks>(
+pub(super) async fn respond<W: Writer>(
     mut generation: Generation,
-    mut chunks: C,
+    mut writer: W,
 ) -> Result<Response, ApiError> {
     let mut ready = VecDeque::new();
     if let Some(first) = generation.next().await {
-        ready.extend(chunks.chunks(first?).iter().map(event));
+        ready.extend(writer.chunks(first?).iter().map(event));
     }
-    let streaming = Streaming { generation, chunks, ready, ended: false };
+    let streaming = Streaming { generation, writer, ready, ended: false };
     let events = stream::unfold(streaming, |mut streaming| async move {
         let bytes = streaming.next().await?;
         Some((Ok::<_, Infallible>(bytes), streaming))
@@ -53,7 +46,7 @@ pub(super) async fn respond<C: Chunks>(
     Ok(response)
 }
 
-impl<C: Chunks> Streaming<C> {
+impl<W: Writer> Streaming<W> {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             if let Some(bytes) = self.ready.pop_front() {
@@ -63,14 +56,14 @@ impl<C: Chunks> Streaming<C> {
                 return None;
             }
             match self.generation.next().await {
-                Some(Ok(update)) => self.ready.extend(self.chunks.chunks(update).iter().map(event)),
+                Some(Ok(update)) => self.ready.extend(self.writer.chunks(update).iter().map(event)),
                 Some(Err(error)) => {
                     self.ended = true;
                     self.ready.push_back(format!("event: error\ndata: {}\n\n", error.body()).into());
                 }
                 None => {
                     self.ended = true;
-                    self.ready.extend(self.chunks.last().as_ref().map(event));
+                    self.ready.extend(self.writer.frame().last_chunk().as_ref().map(event));
                     self.ready.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
                 }
             }

@@ -1,7 +1,7 @@
 //! Answers in one piece: the updates of every sequence, put together.
 use super::super::error::ApiError;
 use super::super::generation::Generation;
-use super::TotalUsage;
+use super::frame::Frame;
 use crate::request::{ChosenToken, FinishReason, TokenLogprobs};
 
 /// One finished sequence.
@@ -13,17 +13,16 @@ pub(super) struct Finished {
     pub(super) reason: Option<FinishReason>,
 }
 
-/// Waits for every sequence. `n` is the number of continuations of a prompt.
+/// Waits for every sequence of a request, and adds their usage up in its frame.
 ///
 /// # Errors
 /// The first failure.
 pub(super) async fn collect(
     generation: &mut Generation,
-    n: usize,
-) -> Result<(Vec<Finished>, TotalUsage), ApiError> {
+    frame: &mut Frame,
+) -> Result<Vec<Finished>, ApiError> {
     let mut sequences: Vec<Finished> = Vec::new();
-    sequences.resize_with(generation.prompts().len() * n, Finished::default);
-    let mut total = TotalUsage::default();
+    sequences.resize_with(generation.prompts().len() * frame.n, Finished::default);
     while let Some(update) = generation.next().await {
         let update = update?;
         let sequence = &mut sequences[update.index];
@@ -34,8 +33,8 @@ pub(super) async fn collect(
         }
         if let Some((reason, usage)) = update.finished {
             sequence.reason = Some(reason);
-            total.add(usage, update.index.is_multiple_of(n));
+            frame.add(update.index, usage);
         }
     }
-    Ok((sequences, total))
+    Ok(sequences)
 }

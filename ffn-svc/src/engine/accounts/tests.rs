@@ -1,0 +1,136 @@
+use afd_common::frame::FrameHeader;
+
+use super::*;
+
+const LAYERS: u16 = 2;
+
+fn plan(stages: u32) -> Planned {
+    Planned { stages, ..Planned::default() }
+}
+
+/// Whether it was planned.
+fn serve(accounts: &StepAccounts, step: u64, layer: u16, stage: u8) -> bool {
+    let key = FrameHeader::key(step, layer, stage);
+    let planned = accounts.handle_begin(key);
+    let times = HopTimes {
+        key,
+        rows: 3,
+        batch_rows: 3,
+        batch_hops: 1,
+        epoch: Epoch(1),
+        arrived_us: 10,
+        started_us: 15,
+        finished_us: 35,
+        sent_us: 36,
+    };
+    accounts.handle_served(&times);
+    planned
+}
+
+#[test]
+fn a_planned_step_is_over_after_the_last_layer_of_all_its_stages() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    accounts.handle_plan(StepId(4), plan(2));
+    for (layer, stage) in [(0, 0), (0, 1), (1, 0)] {
+        assert!(serve(&accounts, 4, layer, stage));
+        assert_eq!(accounts.take_finished(), None);
+        assert!(accounts.under_way());
+    }
+    serve(&accounts, 4, 1, 1);
+    let account = accounts.take_finished().unwrap();
+    assert_eq!((account.step, account.num_hops, account.num_rows), (StepId(4), 4, 12));
+    assert_eq!((account.queue_us, account.compute_us, account.send_us), (20, 80, 4));
+    assert_eq!((account.last_layer, account.hops.len()), (LayerIdx(1), 0));
+    assert!(!accounts.under_way());
+}
+
+#[test]
+fn without_a_plan_the_next_step_ends_the_one_before() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    assert!(!serve(&accounts, 1, 0, 0));
+    serve(&accounts, 1, 1, 0);
+    assert_eq!(accounts.take_finished(), None);
+    accounts.handle_begin(FrameHeader::key(2, 0, 0));
+    assert_eq!(
+        accounts.take_finished().map(|account| (account.step, account.num_hops)),
+        Some((StepId(1), 2))
+    );
+    assert_eq!(accounts.last_begun(), Some(FrameHeader::key(2, 0, 0)));
+}
+
+#[test]
+fn a_profile_keeps_every_hop_and_a_late_plan_still_counts() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    serve(&accounts, 1, 0, 0);
+    accounts.handle_plan(StepId(1), Planned { profile: true, ..plan(1) });
+    serve(&accounts, 1, 1, 0);
+    let account = accounts.take_finished().unwrap();
+    assert_eq!(account.hops.len(), 1, "from the plan on");
+    assert_eq!(account.num_hops, 2);
+}
+
+#[test]
+fn a_recorded_step_is_whole_however_late_its_plan_comes_and_buffers_come_back() {
+    let trace = Some(TraceContext::root(&mut rand::rng(), true));
+    let recorded = Planned { trace, ..plan(1) };
+    for plan_after in 0..=3 {
+        let accounts = StepAccounts::new(LAYERS, true);
+        let num_spare = accounts.lock().spare.len();
+        let mut hops = [(1, 0), (1, 1), (2, 0)].into_iter();
+        for at in 0..=3 {
+            if at == plan_after {
+                accounts.handle_plan(StepId(1), recorded);
+            }
+            if let Some((step, layer)) = hops.next() {
+                serve(&accounts, step, layer, 0);
+            }
+        }
+        let step = accounts.take_traced().unwrap();
+        let layers: Vec<_> = step.hops.iter().map(|hop| (hop.key.step.0, hop.key.layer.0)).collect();
+        assert_eq!((layers, Some(step.trace)), (vec![(1, 0), (1, 1)], trace), "after {plan_after} hops");
+        accounts.recycle(step);
+        accounts.handle_plan(StepId(2), plan(1));
+        serve(&accounts, 2, 1, 0);
+        assert_eq!(accounts.take_traced(), None, "step 2 is not recorded");
+        assert_eq!(accounts.lock().spare.len(), num_spare);
+    }
+}
+
+#[test]
+fn without_an_exporter_no_times_are_kept() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    serve(&accounts, 1, 0, 0);
+    let trace = Some(TraceContext::root(&mut rand::rng(), true));
+    accounts.handle_plan(StepId(1), Planned { trace, ..plan(1) });
+    serve(&accounts, 1, 1, 0);
+    assert_eq!(accounts.take_traced(), None);
+    assert!(accounts.take_finished().unwrap().hops.is_empty());
+}
+
+#[test]
+fn withdrawn_and_forgotten_steps_leave_nothing() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    for step in 0..100 {
+        accounts.handle_plan(StepId(step), plan(1));
+    }
+    assert_eq!(accounts.lock().open.len(), MAX_OPEN);
+    accounts.handle_cancel(StepId(99));
+    assert_eq!(accounts.lock().open.len(), MAX_OPEN - 1);
+    serve(&accounts, 200, 0, 0);
+    assert_eq!(accounts.take_finished(), None, "steps of which nothing came are not reported");
+    assert_eq!(accounts.lock().open.len(), 1);
+    for step in 201..400 {
+        serve(&accounts, step, 0, 0);
+    }
+    assert_eq!(accounts.lock().finished.len(), MAX_FINISHED);
+}
+
+#[test]
+fn the_first_failure_of_a_step_is_kept() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    accounts.handle_begin(FrameHeader::key(1, 0, 0));
+    accounts.handle_failed(StepId(1), 3, "first");
+    accounts.handle_failed(StepId(1), 13, "second");
+    accounts.handle_begin(FrameHeader::key(2, 0, 0));
+    assert_eq!(accounts.take_finished().unwrap().error, Some((3, "first".into())));
+}

@@ -1,0 +1,147 @@
+use super::*;
+
+fn model() -> v1::ModelIdentity {
+    v1::ModelIdentity {
+        fingerprint: "aa11".into(),
+        architecture: "MixtralForCausalLM".into(),
+        hidden_size: 64,
+        num_layers: 4,
+        activation_dtype: v1::Dtype::F32.into(),
+        gate_placement: v1::GatePlacement::Ffn.into(),
+        placement: String::new(),
+        routing: v1::Routing::Model.into(),
+    }
+}
+
+fn offer() -> Offer {
+    Offer {
+        model: model(),
+        shard_count: 2,
+        link_kinds: vec![v1::LinkKind::Tcp, v1::LinkKind::Inline],
+        max_stages: 2,
+        max_tokens_per_stage: 512,
+        features: vec!["profile".into()],
+        join_token: JoinToken::new(" sesame\n"),
+    }
+}
+
+fn request() -> v1::JoinRequest {
+    v1::JoinRequest {
+        protocol_major: PROTOCOL_MAJOR,
+        protocol_minor: 7,
+        identity: Some(v1::Identity {
+            deployment: "d".into(),
+            role: v1::Role::Attention.into(),
+            rank: 0,
+            incarnation: 1,
+        }),
+        model: Some(model()),
+        shard_count: 2,
+        link_kinds: vec![v1::LinkKind::Inline.into(), 999, v1::LinkKind::Tcp.into()],
+        max_stages: 4,
+        max_tokens_per_stage: 100,
+        features: vec!["telepathy".into(), "profile".into()],
+        join_token: "sesame".into(),
+    }
+}
+
+fn refusal(change: impl FnOnce(&mut v1::JoinRequest)) -> String {
+    let mut request = request();
+    change(&mut request);
+    agree(&offer(), &request).expect_err("must be refused").to_string()
+}
+
+#[test]
+fn equals_join_and_everything_else_is_negotiated() {
+    let agreement = agree(&offer(), &request()).unwrap();
+    assert_eq!(
+        agreement,
+        Agreement {
+            protocol_minor: PROTOCOL_MINOR,
+            link_kinds: vec![v1::LinkKind::Inline, v1::LinkKind::Tcp],
+            max_stages: 2,
+            max_tokens_per_stage: 100,
+            features: vec!["profile".into()],
+        }
+    );
+}
+
+#[test]
+fn a_caller_that_knows_no_shard_count_yet_takes_ours() {
+    assert!(agree(&offer(), &v1::JoinRequest { shard_count: 0, ..request() }).is_ok());
+}
+
+#[test]
+fn what_must_be_equal_is_refused_by_name_with_both_values() {
+    type Change = fn(&mut v1::JoinRequest);
+    fn model(request: &mut v1::JoinRequest) -> &mut v1::ModelIdentity {
+        request.model.as_mut().unwrap()
+    }
+    let cases: [(Change, [&str; 3]); 11] = [
+        (|r| r.protocol_major = 9, ["protocol_major", "9", "1"]),
+        (|r| model(r).placement = "00ff".into(), ["model.placement", "00ff", "contiguous"]),
+        (
+            |r| model(r).routing = v1::Routing::Balanced.into(),
+            ["model.routing", "ROUTING_BALANCED", "ROUTING_MODEL"],
+        ),
+        (|r| model(r).fingerprint = "bb22".into(), ["model.fingerprint", "bb22", "aa11"]),
+        (
+            |r| model(r).architecture = "LlamaForCausalLM".into(),
+            ["model.architecture", "LlamaForCausalLM", "MixtralForCausalLM"],
+        ),
+        (|r| model(r).hidden_size = 65, ["model.hidden_size", "65", "64"]),
+        (|r| model(r).num_layers = 5, ["model.num_layers", "5", "4"]),
+        (
+            |r| model(r).activation_dtype = v1::Dtype::Bf16.into(),
+            ["model.activation_dtype", "DTYPE_BF16", "DTYPE_F32"],
+        ),
+        (
+            |r| model(r).gate_placement = v1::GatePlacement::Attention.into(),
+            ["model.gate_placement", "GATE_PLACEMENT_ATTENTION", "GATE_PLACEMENT_FFN"],
+        ),
+        (|r| r.shard_count = 3, ["shard_count", "3", "2"]),
+        (
+            |r| r.identity.as_mut().unwrap().role = v1::Role::Ffn.into(),
+            ["identity.role", "ROLE_FFN", "ROLE_ATTENTION"],
+        ),
+    ];
+    for (change, parts) in cases {
+        let message = refusal(change);
+        for part in parts {
+            assert!(message.contains(part), "`{message}` does not name {part}");
+        }
+    }
+}
+
+#[test]
+fn missing_or_useless_fields_are_refused_by_name() {
+    type Change = fn(&mut v1::JoinRequest);
+    let cases: [(Change, &str); 8] = [
+        (|r| r.identity = None, "`identity` is missing"),
+        (|r| r.model = None, "`model` is missing"),
+        (|r| r.identity.as_mut().unwrap().deployment.clear(), "`identity.deployment` is 0 characters long"),
+        (|r| r.max_stages = 0, "`max_stages` is 0"),
+        (|r| r.max_tokens_per_stage = 0, "`max_tokens_per_stage` is 0"),
+        (|r| r.link_kinds.clear(), "`link_kinds` have nothing in common: the caller has none"),
+        (
+            |r| r.link_kinds = vec![v1::LinkKind::Nccl.into()],
+            "LINK_KIND_NCCL, this FFN rank has LINK_KIND_TCP",
+        ),
+        (|r| r.link_kinds = vec![4711], "the caller has none"),
+    ];
+    for (change, part) in cases {
+        let message = refusal(change);
+        assert!(message.contains(part), "`{message}` does not say `{part}`");
+    }
+}
+
+#[test]
+fn the_join_token_is_asked_for_and_never_shown() {
+    assert!(refusal(|r| r.join_token.clear()).contains("missing"));
+    let message = refusal(|r| r.join_token = "sesam".into());
+    assert!(message.contains("wrong") && !message.contains("sesam"), "{message}");
+    assert_eq!(format!("{:?}", offer().join_token), "Some(JoinToken(…))");
+    let open = Offer { join_token: None, ..offer() };
+    assert!(agree(&open, &request()).is_ok(), "a token nobody asked for does no harm");
+    assert!(JoinToken::new(" \n").is_none());
+}
