@@ -20,7 +20,7 @@ use afd_gpu::{Device, GpuError, nccl};
 use crate::config::{Config, LoadFormat};
 use crate::device::{DeviceModel, DeviceStage};
 use crate::engine::{self, EngineMetrics, EngineOptions};
-use crate::model::{ExpertCounts, FfnModel, FfnModelError, LayerSpec};
+use crate::model::{AboutShard, FfnModel, FfnModelError, LayerSpec};
 use crate::serve::{ServeError, Server};
 use crate::service::Health;
 use crate::session::handshake::Offer;
@@ -111,19 +111,11 @@ pub enum ShardModel {
 }
 
 impl ShardModel {
-    /// One entry per layer.
-    pub fn specs(&self) -> &[LayerSpec] {
+    /// What is true of it wherever it is computed.
+    pub fn about(&self) -> &AboutShard {
         match self {
-            Self::Cpu(model) => model.specs(),
-            Self::Device(stage) => stage.model().specs(),
-        }
-    }
-
-    /// How many rows each expert was given so far.
-    pub fn expert_counts(&self) -> Arc<ExpertCounts> {
-        match self {
-            Self::Cpu(model) => model.expert_counts(),
-            Self::Device(stage) => stage.model().expert_counts(),
+            Self::Cpu(model) => model.about(),
+            Self::Device(stage) => stage.model().about(),
         }
     }
 }
@@ -184,7 +176,7 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
     }
     .map_err(failed)?;
     let bare = |spec: &&LayerSpec| spec.num_experts > 0 && spec.local_experts.is_empty();
-    let num_bare = model.specs().iter().filter(bare).count();
+    let num_bare = model.about().specs().iter().filter(bare).count();
     if num_bare > 0 {
         tracing::warn!(
             layers = num_bare,
@@ -225,7 +217,7 @@ pub async fn start(
     metrics: &Metrics,
 ) -> Result<Server, StartError> {
     let Loaded { model, identity } = loaded;
-    count_experts(metrics, model.expert_counts(), model.specs().len())?;
+    count_experts(metrics, model.about())?;
     let options = EngineOptions {
         max_rows: config.max_tokens_per_stage,
         max_batch_rows: config.max_tokens_per_stage,
@@ -290,7 +282,8 @@ pub fn write_address(path: &Path, address: SocketAddr) -> std::io::Result<()> {
 }
 
 /// How unevenly rows fall on this shard's experts: per layer the busiest expert's rows over the mean.
-fn count_experts(metrics: &Metrics, counts: Arc<ExpertCounts>, num_layers: usize) -> Result<(), MetricError> {
+fn count_experts(metrics: &Metrics, about: &AboutShard) -> Result<(), MetricError> {
+    let (counts, num_layers) = (Arc::clone(about.expert_counts()), about.specs().len());
     metrics.read_when_asked(
         ReadKind::Gauge,
         "afd_ffn_expert_imbalance",

@@ -30,14 +30,15 @@ impl LocalFfn {
     /// [`GpuError::Driver`] when memory is out.
     pub fn new(device: &Device, stream: &Arc<Stream>, mut model: DeviceModel) -> Result<Self, GpuError> {
         model.run_on(stream)?;
-        let bytes = DeviceFfn::MAX_ROWS * model.hidden_size() * 2;
+        let bytes = DeviceFfn::MAX_ROWS * model.about().hidden_size() * 2;
         let outputs = (0..MAX_STAGES).map(|_| Region::zeroed(device, bytes)).collect::<Result<_, _>>()?;
         Ok(Self { model, results: Vec::new(), outputs })
     }
 
     fn output(&self, hop: StreamHop) -> Result<Region, FfnLoss> {
         let output = self.outputs.get(usize::from(hop.stage.0));
-        let part = output.map(|output| output.part(0..hop.padded_rows * self.model.hidden_size() * 2));
+        let part =
+            output.map(|output| output.part(0..hop.padded_rows * self.model.about().hidden_size() * 2));
         match part {
             Some(Ok(part)) => Ok(part),
             _ => Err(fatal(format!("{}: stage {} of {} rows", hop.layer, hop.stage.0, hop.padded_rows))),

@@ -17,7 +17,7 @@ use afd_common::ids::{LayerIdx, Shard};
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
 use afd_gpu::{Device, GpuError, Region, Stream};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 mod channels;
 mod eager;
@@ -33,7 +33,7 @@ mod tests;
 pub use kernels::DeviceFfn;
 pub use stage::DeviceStage;
 
-use crate::model::{At, ExpertCounts, FfnModel, FfnModelError, LayerSpec, Side};
+use crate::model::{AboutShard, At, FfnModel, FfnModelError, Side};
 use prompts::Prompts;
 use stack::Stack;
 
@@ -46,12 +46,7 @@ pub struct Unsupported(pub String);
 #[derive(Debug)]
 pub struct DeviceModel {
     body: Body,
-    hidden_size: usize,
-    kind: Kind,
-    out_kind: Kind,
-    shard: Shard,
-    specs: Vec<LayerSpec>,
-    counts: Arc<ExpertCounts>,
+    about: AboutShard,
 }
 
 #[derive(Debug)]
@@ -96,11 +91,11 @@ impl DeviceModel {
         device: Option<&Device>,
     ) -> Result<Self, FfnModelError> {
         let kind = weights.kind();
-        let (body, specs, counts) = match stack::shapes(config, kind, shard, gate, placement) {
+        let (body, about) = match stack::shapes(config, kind, shard, gate, placement) {
             Err(why) => {
-                let model = FfnModel::load_placed(config, weights, shard, gate, placement)?;
-                let (specs, counts) = (model.specs().to_vec(), model.expert_counts());
-                (Body::Plain { model: Box::new(model), why }, specs, counts)
+                let model = Box::new(FfnModel::load_placed(config, weights, shard, gate, placement)?);
+                let about = model.about().clone();
+                (Body::Plain { model, why }, about)
             }
             Ok(shapes) => {
                 let layers = shapes
@@ -108,21 +103,25 @@ impl DeviceModel {
                     .enumerate()
                     .map(|(index, shape)| Stack::load(config, weights, index, shape, shard))
                     .collect::<Result<Vec<_>, _>>()?;
-                let specs: Vec<_> = layers.iter().map(Stack::spec).collect();
+                let specs = layers.iter().map(Stack::spec).collect();
                 let kernels = match device {
                     Some(device) => Ok(Box::new(DeviceFfn::new(device, &layers, shard)?)),
                     None => Err(Unsupported("the weights are not on a GPU".into())),
                 };
-                let counts = Arc::new(ExpertCounts::new(&specs));
-                (Body::Stacked { layers, kernels, prompts: None }, specs, counts)
+                let about = AboutShard::new(specs, config.hidden_size, kind, shard);
+                (Body::Stacked { layers, kernels, prompts: None }, about)
             }
         };
         if let Some(device) = device {
             // libtorch filled them on a stream of its own, which orders with no other.
             device.synchronize()?;
         }
-        let out_kind = if shard.count() > 1 { Kind::Float } else { kind };
-        Ok(Self { body, hidden_size: config.hidden_size, kind, out_kind, shard, specs, counts })
+        Ok(Self { body, about })
+    }
+
+    /// What is true of this shard wherever it is computed.
+    pub fn about(&self) -> &AboutShard {
+        &self.about
     }
 
     /// From now on [`forward`](Self::forward) runs on `stream`, which is then libtorch's current one wherever it is called:
@@ -132,13 +131,13 @@ impl DeviceModel {
     /// [`GpuError`].
     pub fn run_on(&mut self, stream: &Arc<Stream>) -> Result<(), GpuError> {
         if let Body::Stacked { layers, kernels: Ok(kernels), prompts } = &mut self.body {
-            *prompts = Some(Box::new(Prompts::new(stream, layers, kernels.layers(), self.shard)?));
+            *prompts = Some(Box::new(Prompts::new(stream, layers, kernels.layers(), self.about.shard())?));
         }
         Ok(())
     }
 
     /// One layer's FFN on `hidden`, `[rows, hidden]` on the weights' device, on libtorch's current stream: this shard's
-    /// partial sum, `[rows, hidden]` of [`out_kind`](Self::out_kind). Zero rows are legal.
+    /// partial sum, `[rows, hidden]` of [`out_kind`](AboutShard::out_kind). Zero rows are legal.
     ///
     /// # Errors
     /// As [`FfnModel::forward`]; the model stays usable.
@@ -149,19 +148,16 @@ impl DeviceModel {
                 let Some(stack) = layers.get(usize::from(layer.0)) else {
                     return Err(FfnModelError::UnknownLayer { layer, count: layers.len() });
                 };
-                let (size, kind) = (hidden.size(), hidden.kind());
-                if size.len() != 2 || size[1] != self.hidden_size as i64 || kind != self.kind {
-                    let expected = format!("[rows, {}] {:?}", self.hidden_size, self.kind);
-                    return Err(FfnModelError::Rows { layer, expected, found: format!("{size:?} {kind:?}") });
-                }
+                self.about.check_rows(layer, hidden)?;
+                let out_kind = self.about.out_kind();
                 match prompts.as_ref().filter(|prompts| prompts.take(stack, hidden, side)) {
                     Some(prompts) => {
-                        let out = Tensor::f_empty(&size, (self.out_kind, hidden.device()));
+                        let out = Tensor::f_empty(hidden.size(), (out_kind, hidden.device()));
                         let out = out.at(layer, "result")?;
                         prompts.forward(stack, layer, hidden, &prompts.region(&out)?)?;
                         Ok(out)
                     }
-                    None => eager::forward(stack, layer, hidden, side, self.out_kind),
+                    None => eager::forward(stack, layer, hidden, side, out_kind),
                 }
             }
         }
@@ -200,35 +196,5 @@ impl DeviceModel {
             Body::Plain { .. } => None,
             Body::Stacked { kernels, .. } => kernels.as_deref().ok(),
         }
-    }
-
-    /// One entry per layer.
-    pub fn specs(&self) -> &[LayerSpec] {
-        &self.specs
-    }
-
-    /// Width of a row.
-    pub fn hidden_size(&self) -> usize {
-        self.hidden_size
-    }
-
-    /// Element type of the rows that come in.
-    pub fn kind(&self) -> Kind {
-        self.kind
-    }
-
-    /// Element type of the rows that go out: f32 partial sums with more than one shard.
-    pub fn out_kind(&self) -> Kind {
-        self.out_kind
-    }
-
-    /// Which part of every layer this is.
-    pub fn shard(&self) -> Shard {
-        self.shard
-    }
-
-    /// How many rows each expert was given so far. Stacked experts do not count: their rows never meet the host.
-    pub fn expert_counts(&self) -> Arc<ExpertCounts> {
-        Arc::clone(&self.counts)
     }
 }

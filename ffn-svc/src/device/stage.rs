@@ -5,20 +5,19 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, LayerIdx, StepId};
 use afd_ffi::cuda::{self, StreamGuard};
 use afd_gpu::channel::{Form, Frame, HopShape, StepChannel, StepError};
 use afd_gpu::{Completion, Device, Graph, Region, Stream};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::channels;
 use super::graphs::{Choice, Graphs};
 use super::marks::Marks;
 use super::{DeviceFfn, DeviceModel};
 use crate::engine::{
-    LayerInputs, OpenStream, OpenStreamError, OwnEnd, PlannedStep, StageModel, StageSpec, StepEnd, StepMode,
-    StepRunner, StreamLinkId,
+    OpenStream, OpenStreamError, OwnEnd, PlannedStep, StageModel, StageSpec, StepEnd, StepMode, StepRunner,
+    StreamLinkId,
 };
 use crate::model::{ExpertCounts, FfnModelError, Side};
 
@@ -89,21 +88,15 @@ impl DeviceStage {
     }
 
     fn hop_shape(&self) -> HopShape {
-        let model = &self.bench.model;
-        let (kind_in, kind_out) = (model.kind(), model.out_kind());
-        HopShape::new(model.hidden_size(), kind_in.elt_size_in_bytes(), kind_out.elt_size_in_bytes())
+        let about = self.bench.model.about();
+        let (kind_in, kind_out) = (about.kind(), about.out_kind());
+        HopShape::new(about.hidden_size(), kind_in.elt_size_in_bytes(), kind_out.elt_size_in_bytes())
     }
 }
 
 impl StageModel for DeviceStage {
     fn spec(&self) -> StageSpec {
-        let model = &self.bench.model;
-        StageSpec {
-            hidden_size: model.hidden_size(),
-            activations: if model.kind() == Kind::BFloat16 { RowType::Bf16 } else { RowType::F32 },
-            shard: model.shard(),
-            layers: model.specs().iter().map(LayerInputs::from).collect(),
-        }
+        StageSpec::of(self.bench.model.about())
     }
 
     fn enter_thread(&mut self) -> Result<Box<dyn Any>, String> {
@@ -120,7 +113,7 @@ impl StageModel for DeviceStage {
     }
 
     fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {
-        Some(self.bench.model.expert_counts())
+        Some(Arc::clone(self.bench.model.about().expert_counts()))
     }
 }
 
@@ -143,7 +136,7 @@ impl Bench {
         let rows = to_device(rows)?;
         let num_rows = rows.size()[0] as usize;
         let few = num_rows <= DeviceFfn::MAX_ROWS && matches!(side, Side::None);
-        let out_kind = self.model.out_kind();
+        let out_kind = self.model.about().out_kind();
         let out = match self.model.kernels() {
             Ok(kernels) if few => {
                 let out = Tensor::f_empty(rows.size(), (out_kind, device)).map_err(torch)?;
@@ -164,7 +157,7 @@ impl Bench {
         stage_rows: &[u32],
         mut marks: Option<&mut Marks>,
     ) -> Result<(), StepError> {
-        for layer in 0..self.model.specs().len() as u16 {
+        for layer in 0..self.model.about().specs().len() as u16 {
             for (stage, &rows) in stage_rows.iter().enumerate() {
                 let frames = link.shape.frames(link.epoch.0, layer, stage, rows as usize);
                 let marks = marks.as_deref_mut();
@@ -208,8 +201,8 @@ impl Bench {
         }
         let failed = |error: String| StepError::Gpu(format!("{layer}: {error}"));
         let torch = |error: tch::TchError| failed(error.to_string());
-        let size = [rows as i64, self.model.hidden_size() as i64];
-        let options = (self.model.kind(), tch::Device::Cuda(device.ordinal()));
+        let size = [rows as i64, self.model.about().hidden_size() as i64];
+        let options = (self.model.about().kind(), tch::Device::Cuda(device.ordinal()));
         let x = Tensor::f_empty(size, options).map_err(torch)?;
         let region =
             |tensor: &Tensor| cuda::region(device, tensor).map_err(|error| failed(error.to_string()));
@@ -243,7 +236,7 @@ impl StepRunner for DeviceStage {
         request: &OpenStream,
         grant: &mut dyn FnMut(OwnEnd),
     ) -> Result<(), OpenStreamError> {
-        let needs_side = self.bench.model.specs().iter().any(|spec| spec.side_columns > 0);
+        let needs_side = self.bench.model.about().specs().iter().any(|spec| spec.side_columns > 0);
         if needs_side {
             let what = "layers of this model take side tensors, which only host-driven links carry (--link)";
             return Err(OpenStreamError::NotShared(what.into()));

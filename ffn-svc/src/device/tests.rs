@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use afd_common::config::model::{FfnConfig, Scoring, Selection};
 use afd_gpu::{Region, ops::Moe};
+use tch::Kind;
 
 use super::*;
 
@@ -76,7 +77,7 @@ fn as_on_the_cpu(config: &ModelConfig, count: u32) {
                 let part = device_model(config, Shard::new(index, count).unwrap(), None);
                 assert!(matches!(part.body, Body::Stacked { .. }));
                 let out = part.forward(layer, &x, &Side::None).unwrap();
-                assert_eq!(out.kind(), part.out_kind());
+                assert_eq!(out.kind(), part.about().out_kind());
                 sum += out.to_kind(Kind::Float);
             }
             let distance = distance(&sum, &wanted);

@@ -8,7 +8,7 @@ use afd_common::ids::{LayerIdx, Shard};
 use tch::{Kind, Tensor};
 
 use super::StepRunner;
-use crate::model::{ExpertCounts, FfnModel, LayerSpec, Side};
+use crate::model::{AboutShard, ExpertCounts, FfnModel, LayerSpec, Side};
 
 /// The model as the engine sees it. It is used by one thread, the one that owns the device.
 pub trait StageModel: Send + 'static {
@@ -56,6 +56,17 @@ pub struct StageSpec {
 }
 
 impl StageSpec {
+    /// What a shard takes and returns.
+    pub fn of(about: &AboutShard) -> Self {
+        Self {
+            hidden_size: about.hidden_size(),
+            // The options know no third dtype; if there were one, the model would refuse every row by name.
+            activations: if about.kind() == Kind::BFloat16 { RowType::Bf16 } else { RowType::F32 },
+            shard: about.shard(),
+            layers: about.specs().iter().map(LayerInputs::from).collect(),
+        }
+    }
+
     /// Element type of the rows that go back: partial sums travel in f32.
     pub fn combine(&self) -> RowType {
         if self.shard.count() > 1 { RowType::F32 } else { self.activations }
@@ -88,13 +99,7 @@ pub struct LayerInputs {
 
 impl StageModel for FfnModel {
     fn spec(&self) -> StageSpec {
-        StageSpec {
-            hidden_size: self.hidden_size(),
-            // The options know no third dtype; if there were one, the model would refuse every row by name.
-            activations: if self.kind() == Kind::BFloat16 { RowType::Bf16 } else { RowType::F32 },
-            shard: self.shard(),
-            layers: self.specs().iter().map(LayerInputs::from).collect(),
-        }
+        StageSpec::of(self.about())
     }
 
     fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
@@ -102,7 +107,7 @@ impl StageModel for FfnModel {
     }
 
     fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {
-        Some(self.expert_counts())
+        Some(Arc::clone(self.about().expert_counts()))
     }
 }
 

@@ -2,8 +2,8 @@
 //! What [`FfnModel::forward`] returns is this shard's partial sum.
 //!
 //! In reading order: [`FfnModel`] → `moe` (route, then experts) → `grouping` (which rows go to which expert) →
-//! `experts`, or `dense`; `few_rows` is the short cut of both on the CPU. Nothing here knows hops, links or sessions, and nothing keeps state between calls but the
-//! counts of [`ExpertCounts`].
+//! `experts`, or `dense`; `few_rows` is the short cut of both on the CPU; `about` says what is true of the shard on every
+//! device. Nothing here knows hops, links or sessions, and nothing keeps state between calls but [`ExpertCounts`].
 use std::sync::Arc;
 
 use afd_common::config::model::{FfnConfig, ModelConfig};
@@ -14,8 +14,9 @@ use afd_common::layers::FfnNames;
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
 use afd_ffi::Crew;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+mod about;
 mod counts;
 mod dense;
 mod error;
@@ -26,6 +27,7 @@ mod moe;
 #[cfg(test)]
 mod tests;
 
+pub use about::AboutShard;
 pub use counts::ExpertCounts;
 pub(crate) use error::At;
 pub use error::FfnModelError;
@@ -84,12 +86,7 @@ pub struct LayerSpec {
 #[derive(Debug)]
 pub struct FfnModel {
     layers: Vec<Layer>,
-    specs: Vec<LayerSpec>,
-    hidden_size: usize,
-    kind: Kind,
-    out_kind: Kind,
-    shard: Shard,
-    counts: Arc<ExpertCounts>,
+    about: AboutShard,
     few_rows: FewRows,
 }
 
@@ -167,11 +164,13 @@ impl FfnModel {
             layers.push(layer);
             specs.push(spec);
         }
-        let kind = weights.kind();
-        let counts = Arc::new(ExpertCounts::new(&specs));
-        let out_kind = if shard.count() > 1 { Kind::Float } else { kind };
-        let few_rows = FewRows::new(kind)?;
-        Ok(Self { layers, specs, hidden_size: hidden, kind, out_kind, shard, counts, few_rows })
+        let few_rows = FewRows::new(weights.kind())?;
+        Ok(Self { layers, about: AboutShard::new(specs, hidden, weights.kind(), shard), few_rows })
+    }
+
+    /// What is true of this shard wherever it is computed.
+    pub fn about(&self) -> &AboutShard {
+        &self.about
     }
 
     /// The same model, its loops on threads that another model of this process uses too: they take turns anyway.
@@ -180,7 +179,7 @@ impl FfnModel {
     }
 
     /// One layer's FFN on `hidden`, `[rows, hidden]` in the compute dtype: this shard's partial sum, `[rows, hidden]` of
-    /// [`out_kind`](Self::out_kind). Zero rows are legal.
+    /// [`out_kind`](AboutShard::out_kind). Zero rows are legal.
     ///
     /// # Errors
     /// [`FfnModelError`] says what is wrong with these rows or their side tensors; the model stays usable.
@@ -189,23 +188,22 @@ impl FfnModel {
         let Some(ffn) = self.layers.get(usize::from(layer.0)) else {
             return Err(FfnModelError::UnknownLayer { layer, count });
         };
-        self.check_rows(layer, hidden)?;
+        self.about.check_rows(layer, hidden)?;
+        let out_kind = self.about.out_kind();
         if hidden.size()[0] == 0 {
-            let shape = [0, self.hidden_size as i64];
-            return Tensor::f_zeros(shape, (self.out_kind, hidden.device())).at(layer, "no rows");
+            let shape = [0, self.about.hidden_size() as i64];
+            return Tensor::f_zeros(shape, (out_kind, hidden.device())).at(layer, "no rows");
         }
         let sum = match ffn {
             Layer::Dense(_) if side.kind() != SideKind::None => {
                 return Err(FfnModelError::Side { layer, expected: "none".into(), found: side.kind() });
             }
             Layer::Dense(mlp) => self.forward_dense(layer, mlp, hidden)?,
-            Layer::Moe(moe) => moe.forward(layer, hidden, side, &self.counts, &self.few_rows)?,
+            Layer::Moe(moe) => {
+                moe.forward(layer, hidden, side, self.about.expert_counts(), &self.few_rows)?
+            }
         };
-        if sum.kind() == self.out_kind {
-            Ok(sum)
-        } else {
-            sum.f_to_kind(self.out_kind).at(layer, "output dtype")
-        }
+        if sum.kind() == out_kind { Ok(sum) } else { sum.f_to_kind(out_kind).at(layer, "output dtype") }
     }
 
     fn forward_dense(
@@ -221,45 +219,6 @@ impl FfnModel {
             }
             _ => self.few_rows.else_widened(hidden).and_then(|x| mlp.forward(&x)).at(layer, "dense"),
         }
-    }
-
-    fn check_rows(&self, layer: LayerIdx, hidden: &Tensor) -> Result<(), FfnModelError> {
-        let (size, kind) = (hidden.size(), hidden.kind());
-        if size.len() == 2 && size[1] == self.hidden_size as i64 && kind == self.kind {
-            return Ok(());
-        }
-        let expected = format!("[rows, {}] {:?}", self.hidden_size, self.kind);
-        Err(FfnModelError::Rows { layer, expected, found: format!("{size:?} {kind:?}") })
-    }
-
-    /// One entry per layer.
-    pub fn specs(&self) -> &[LayerSpec] {
-        &self.specs
-    }
-
-    /// Width of a row.
-    pub fn hidden_size(&self) -> usize {
-        self.hidden_size
-    }
-
-    /// Element type of the rows that come in: the compute dtype.
-    pub fn kind(&self) -> Kind {
-        self.kind
-    }
-
-    /// Element type of the rows that go out: f32 partial sums with more than one shard, else the compute dtype.
-    pub fn out_kind(&self) -> Kind {
-        self.out_kind
-    }
-
-    /// Which part of every layer this is.
-    pub fn shard(&self) -> Shard {
-        self.shard
-    }
-
-    /// How many rows each expert of this shard was given so far. Shared: metrics read it while the engine computes.
-    pub fn expert_counts(&self) -> Arc<ExpertCounts> {
-        Arc::clone(&self.counts)
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use afd_common::config::model::{ModelConfig, MoeConfig};
 use afd_common::layers::{Router, Selector};
 use proptest::prelude::*;
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::*;
 
@@ -102,7 +102,7 @@ fn sum_of_placed(
             _ => Side::None,
         };
         let part = model.forward(LayerIdx(layer as u16), x, &side).unwrap();
-        assert_eq!(part.kind(), model.out_kind());
+        assert_eq!(part.kind(), model.about().out_kind());
         sum = Some(sum.map_or(part.shallow_clone(), |sum| sum + part));
     }
     sum.unwrap()
@@ -246,7 +246,7 @@ fn experts_are_counted_by_the_rows_they_get() {
     let (model, x) =
         (FfnModel::load(&config, &weights, Shard::WHOLE, GatePlacement::Ffn).unwrap(), rows(10, 64));
     assert_eq!(model.forward(LayerIdx(2), &x, &Side::None).unwrap().size(), [10, 64]);
-    let counts = model.expert_counts();
+    let counts = model.about().expert_counts();
     let total: u64 = counts.of_layer(LayerIdx(2)).iter().map(|&(_, rows)| rows).sum();
     assert_eq!((total, counts.of_layer(LayerIdx(1))[0]), (40, (0, 0)));
 }
@@ -284,14 +284,14 @@ fn a_layer_that_routes_by_token_id_needs_the_ids_and_routes_no_padding() {
     let weights = Weights::dummy(&config, Kind::Float, 1);
     let here = FfnModel::load(&config, &weights, Shard::WHOLE, GatePlacement::Ffn).unwrap();
     let there = FfnModel::load(&config, &weights, Shard::WHOLE, GatePlacement::Attention).unwrap();
-    let specs: Vec<_> = here.specs().iter().map(|spec| (spec.side, spec.side_columns)).collect();
+    let specs: Vec<_> = here.about().specs().iter().map(|spec| (spec.side, spec.side_columns)).collect();
     assert_eq!(specs, [(SideKind::None, 0), (SideKind::InputIds, 1), (SideKind::None, 0)]);
-    assert_eq!((there.specs()[1].side, there.specs()[1].side_columns), (SideKind::TopK, 3));
+    assert_eq!((there.about().specs()[1].side, there.about().specs()[1].side_columns), (SideKind::TopK, 3));
 
     let (layer, x) = (LayerIdx(1), rows(3, 32));
     let tokens = |ids: &[i64]| Side::InputIds(Tensor::from_slice(ids));
     let padded = here.forward(layer, &x, &tokens(&[5, -1, 96])).unwrap();
-    let count: u64 = here.expert_counts().of_layer(layer).iter().map(|&(_, rows)| rows).sum();
+    let count: u64 = here.about().expert_counts().of_layer(layer).iter().map(|&(_, rows)| rows).sum();
     assert_eq!(count, 2 * 3, "every real row, k times");
     let shared = mlp(&weights, FfnNames::new(config.architecture, 1).shared(), 32, 12, &x.narrow(0, 1, 1));
     assert!(distance(&padded.narrow(0, 1, 1), &shared) < 1e-5, "padding meets the shared experts only");
