@@ -11,11 +11,12 @@ use super::{
 const MAX_LAYERS: usize = 4096;
 
 /// Fields of related architectures that change the result, with the only value that does not. `null` never does.
-const NEUTRAL: [(&str, Neutral); 15] = [
+const NEUTRAL: [(&str, Neutral); 16] = [
     ("hidden_act", Neutral::Text("silu")),
     ("pretraining_tp", Neutral::Number(1.0)),
     ("is_encoder_decoder", Neutral::False),
     ("add_cross_attention", Neutral::False),
+    ("rope_interleaved", Neutral::False),
     ("attn_logit_softcapping", Neutral::NullOnly),
     ("final_logit_softcapping", Neutral::NullOnly),
     ("query_pre_attn_scalar", Neutral::NullOnly),

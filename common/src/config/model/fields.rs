@@ -1,26 +1,63 @@
 //! Typed access to the fields of a JSON object. A value of another type than asked for is refused by the field's name;
-//! `null` counts as absent, as it does in the reference implementation's files.
+//! `null` counts as absent, as it does in the reference implementation's files. What was asked for is kept, so that what
+//! nobody asked for can be named.
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
 use super::ConfigError;
+use super::harmless::is_harmless;
 
 /// No dimension of a served model comes near this; products of two of them fit 64 bits.
 const MAX_SIZE: usize = 1 << 28;
+
+/// Names of the fields that were asked for, whether they were there or not; those of objects like `rope_scaling.factor`.
+#[derive(Default)]
+pub(super) struct Asked(RefCell<BTreeSet<String>>);
+
+impl Asked {
+    fn contains(&self, field: &str) -> bool {
+        self.0.borrow().contains(field)
+    }
+}
 
 /// A JSON object and where it stands in its file (`rope_scaling.`), for messages.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
     map: &'a Map<String, Value>,
     prefix: &'static str,
+    asked: &'a Asked,
 }
 
 impl<'a> Fields<'a> {
-    pub(super) fn new(map: &'a Map<String, Value>, prefix: &'static str) -> Self {
-        Self { map, prefix }
+    pub(super) fn new(map: &'a Map<String, Value>, prefix: &'static str, asked: &'a Asked) -> Self {
+        Self { map, prefix, asked }
     }
 
     pub(super) fn get(&self, name: &str) -> Option<&'a Value> {
+        self.asked.0.borrow_mut().insert(format!("{}{name}", self.prefix));
         self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    /// Fields of this object, and of the objects in it that were read, that have a value, were not asked for, and might
+    /// matter.
+    pub(super) fn unknown(&self) -> Vec<String> {
+        let mut unknown = Vec::new();
+        let mut look = |field: String, value: &Value| {
+            if !value.is_null() && !self.asked.contains(&field) && !is_harmless(&field) {
+                unknown.push(field);
+            }
+        };
+        for (name, value) in self.map {
+            match value {
+                Value::Object(inner) if self.asked.contains(name) => {
+                    inner.iter().for_each(|(inner, value)| look(format!("{name}.{inner}"), value));
+                }
+                _ => look(name.clone(), value),
+            }
+        }
+        unknown
     }
 
     pub(super) fn keys(&self) -> impl Iterator<Item = &'a str> {
@@ -39,7 +76,7 @@ impl<'a> Fields<'a> {
     pub(super) fn object(&self, name: &str, prefix: &'static str) -> Result<Option<Fields<'a>>, ConfigError> {
         match self.get(name) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields::new(map, prefix))),
+            Some(Value::Object(map)) => Ok(Some(Fields::new(map, prefix, self.asked))),
             Some(other) => Err(self.refuse(name, format!("{other} is not an object"))),
         }
     }

@@ -2,12 +2,13 @@
 //!
 //! Everything after this module works with these types alone; no other place reads `config.json`. A field that would
 //! change the result and is not understood is refused by name; fields that cannot change it (initialisers, dropout,
-//! losses) are ignored. In reading order: `types` (the result), `fields` (typed access to the JSON), `families` (what
-//! each architecture means by its fields), `rope`, `moe`.
+//! losses: [`harmless`]) are ignored; a field that nobody knows is reported. In reading order: `types` (the result),
+//! `fields` (typed access to the JSON), `families` (what each architecture means by its fields), `rope`, `moe`.
 use std::path::Path;
 
 mod families;
 mod fields;
+mod harmless;
 mod moe;
 mod rope;
 #[cfg(test)]
@@ -16,7 +17,7 @@ mod types;
 
 pub use types::*;
 
-use fields::Fields;
+use fields::{Asked, Fields};
 
 /// Why a checkpoint's configuration is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -54,7 +55,8 @@ pub enum ConfigError {
 }
 
 impl ModelConfig {
-    /// Reads `config.json` (and `generation_config.json`, for the EOS ids) of a checkpoint folder.
+    /// Reads `config.json` (and `generation_config.json`, for the EOS ids) of a checkpoint folder. Fields that nobody knows
+    /// are logged, all of them once.
     ///
     /// # Errors
     /// [`ConfigError`] names the field; a retry does not help.
@@ -62,7 +64,15 @@ impl ModelConfig {
         let config = read_object(&folder.join("config.json"))?;
         let generation_path = folder.join("generation_config.json");
         let generation = generation_path.exists().then(|| read_object(&generation_path)).transpose()?;
-        Self::from_json(&config, generation.as_ref())
+        let (read, unknown) = Self::read(&config, generation.as_ref())?;
+        if !unknown.is_empty() {
+            tracing::warn!(
+                fields = unknown.join(", "),
+                "config.json has fields that are not known here and not used: if one of them changes what the model computes, \
+                 its answers are wrong"
+            );
+        }
+        Ok(read)
     }
 
     /// The same from parsed files.
@@ -73,7 +83,22 @@ impl ModelConfig {
         config: &serde_json::Map<String, serde_json::Value>,
         generation: Option<&serde_json::Map<String, serde_json::Value>>,
     ) -> Result<Self, ConfigError> {
-        families::read(&Fields::new(config, ""), generation.map(|map| Fields::new(map, "generation_config.")))
+        Self::read(config, generation).map(|(read, _)| read)
+    }
+
+    /// The same, with the names of the fields that nobody knows.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn read(
+        config: &serde_json::Map<String, serde_json::Value>,
+        generation: Option<&serde_json::Map<String, serde_json::Value>>,
+    ) -> Result<(Self, Vec<String>), ConfigError> {
+        let (asked, of_generation) = (Asked::default(), Asked::default());
+        let fields = Fields::new(config, "", &asked);
+        let generation = generation.map(|map| Fields::new(map, "generation_config.", &of_generation));
+        let read = families::read(&fields, generation)?;
+        Ok((read, fields.unknown()))
     }
 
     /// Everything that decides what the layers compute, in a form that is equal exactly when that is: the part of a

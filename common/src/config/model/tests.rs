@@ -357,3 +357,45 @@ fn a_broken_file_is_named() {
         assert!(matches!(&error, ConfigError::File { path, .. } if path.ends_with("config.json")), "{error}");
     }
 }
+
+/// What is reported of a fixture with these fields set.
+fn unknown(name: &str, fields: Value) -> Vec<String> {
+    let mut config = raw(name);
+    config.extend(fields.as_object().unwrap().clone());
+    ModelConfig::read(&config, None).unwrap().1
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_reported_by_name_once() {
+    assert_eq!(unknown("tiny/tiny-llama", json!({"swish_limit": 7.0})), ["swish_limit"]);
+    // Known to another family only.
+    assert_eq!(unknown("tiny/tiny-llama", json!({"num_experts": 8})), ["num_experts"]);
+    let yarn = json!({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "warmth": 1});
+    assert_eq!(unknown("tiny/tiny-llama", json!({"rope_parameters": yarn})), ["rope_parameters.warmth"]);
+    assert!(unknown("tiny/tiny-llama", json!({"swish_limit": null, "dropout_of_old": null})).is_empty());
+    assert!(refused("tiny/tiny-llama", json!({"rope_interleaved": true})).contains("rope_interleaved"));
+}
+
+#[test]
+fn published_files_have_no_field_that_is_not_known() {
+    let files = ["tiny", "configs"].into_iter().flat_map(|kind| std::fs::read_dir(fixture(kind)).unwrap());
+    let mut folders: Vec<_> = files.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()).collect();
+    assert!(folders.len() >= 10, "{folders:?}");
+    folders.sort();
+    for folder in folders {
+        let config = read_object(&folder.join("config.json")).unwrap();
+        assert_eq!(ModelConfig::read(&config, None).unwrap().1, Vec::<String>::new(), "{}", folder.display());
+    }
+    // What the releases of the families have beside what the fixtures have.
+    for (name, fields) in [
+        (
+            "tiny/tiny-llama",
+            json!({"is_llama_config": true, "rope_interleaved": false, "transformers.js_config": {}}),
+        ),
+        ("tiny/tiny-qwen3-moe", json!({"max_window_layers": 48, "sliding_window": 4096})),
+        ("tiny/tiny-deepseek-v3", json!({"auto_map": {}, "aux_loss_alpha": 0.001, "seq_aux": true})),
+        ("tiny/tiny-olmoe", json!({"_name_or_path": "x", "temperature": 0.7})),
+    ] {
+        assert_eq!(unknown(name, fields), Vec::<String>::new(), "{name}");
+    }
+}
