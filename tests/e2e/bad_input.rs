@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use afd_tests::fixtures;
-use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Pass};
 use afd_tests::oracle;
 use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
 
 const COMPLETIONS: &str = "/v1/completions";
 const MODEL: &str = "tiny-llama";
@@ -154,4 +156,73 @@ async fn bodies_that_are_no_requests() -> anyhow::Result<()> {
         is_alive(&deployment).await.with_context(|| format!("after {shown}"))?;
     }
     Ok(())
+}
+
+/// Sends bytes as the body of a gRPC call: the status that comes back.
+async fn call(channel: Channel, path: &str, body: &[u8]) -> anyhow::Result<Status> {
+    let request =
+        axum::http::Request::post(path).header("content-type", "application/grpc").header("te", "trailers");
+    let body = tonic::body::Body::new(axum::body::Body::from(body.to_vec()));
+    let answer = tower::ServiceExt::oneshot(channel, request.body(body)?).await?;
+    let status = Status::from_header_map(answer.headers());
+    status.context("no status is in the headers")
+}
+
+#[tokio::test]
+async fn grpc_messages_that_cannot_be_read_are_their_callers_fault_on_both_sides() -> anyhow::Result<()> {
+    let deployment = pair().await?;
+    let pass = Pass::default();
+    for (address, paths) in [
+        (
+            deployment.attention_addresses[0],
+            &[
+                "/afd.v1.InferenceService/Generate",
+                "/afd.v1.InferenceService/Tokenize",
+                "/afd.v1.MembershipService/Announce",
+                "/grpc.health.v1.Health/Check",
+            ][..],
+        ),
+        (
+            deployment.ffn_addresses[0],
+            &[
+                "/afd.v1.FfnControlService/Join",
+                "/afd.v1.FfnControlService/Steps",
+                "/afd.v1.LayerStageService/RunStage",
+                "/grpc.health.v1.Health/Check",
+            ],
+        ),
+    ] {
+        for path in paths {
+            for (what, body, code, words) in [
+                (
+                    "no protobuf",
+                    &b"\0\0\0\0\x04\xff\xff\xff\xff"[..],
+                    Code::InvalidArgument,
+                    "no message of this call",
+                ),
+                (
+                    "a message cut off",
+                    b"\0\0\0\0\x09\x0a\x03ab",
+                    Code::InvalidArgument,
+                    "5 bytes of it are missing",
+                ),
+                ("a head cut off", b"\0\0\0", Code::InvalidArgument, "3 of 5 bytes came"),
+                ("another protocol", b"{\"prompt\": \"a\"}", Code::InvalidArgument, "no gRPC message"),
+                ("far too long", b"\0\x7f\xff\xff\xff", Code::ResourceExhausted, "too large"),
+            ] {
+                let status = call(pass.grpc(address).await?, path, body).await?;
+                ensure!(
+                    status.code() == code && status.message().contains(words),
+                    "{path}: {what}: {status:?}"
+                );
+            }
+        }
+        let unary = paths.last().context("some path")?;
+        let status = call(pass.grpc(address).await?, unary, b"").await?;
+        ensure!(
+            status.code() == Code::InvalidArgument && status.message().contains("has no message"),
+            "{status:?}"
+        );
+    }
+    is_alive(&deployment).await
 }

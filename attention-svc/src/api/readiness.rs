@@ -1,8 +1,9 @@
 //! Whether requests can be answered, as health checks tell it. Live and ready are kept apart: a process that lost its
 //! FFN is alive and not ready.
-
 use std::fmt;
 use std::sync::Arc;
+
+use afd_common::net::health::Standing;
 
 /// What is waited for, found out when somebody asks: what was true when the wait began may be so no longer.
 #[derive(Clone)]
@@ -74,6 +75,12 @@ impl Readiness {
             Self::Draining => "draining",
             Self::Dead(_) => "dead",
         }
+    }
+
+    /// The same for plain HTTP.
+    pub fn standing(&self) -> Standing {
+        let (is_ready, is_live) = (self.is_ready(), self.is_live());
+        Standing { is_ready, is_live, word: self.word(), reason: self.reason() }
     }
 
     /// What it waits for or died of.

@@ -1,8 +1,13 @@
-//! `grpc.health.v1`, following whatever state a role keeps. A name that is not known is an error to `Check`, and to `Watch`
-//! a state of its own that may change: as the protocol says, and as load balancers rely on.
+//! Health, following whatever state a role keeps: plain HTTP for probes and people, and `grpc.health.v1`. A name that is not
+//! known there is an error to `Check`, and to `Watch` a state of its own that may change: as the protocol says, and as load
+//! balancers rely on.
 use std::pin::Pin;
 
+use axum::routing::get;
+use axum::{Json, Router};
 use futures::{Stream, StreamExt};
+use http::StatusCode;
+use serde_json::json;
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use tonic::{Request, Response, Status};
@@ -10,10 +15,50 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
+use crate::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
+
+/// How a process stands, for plain HTTP.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Work may be sent here.
+    pub is_ready: bool,
+    /// The process is worth keeping.
+    pub is_live: bool,
+    /// One word.
+    pub word: &'static str,
+    /// What it waits for or died of.
+    pub reason: Option<String>,
+}
+
+/// `/ready` and `/health`, `/live`, the same under KServe's names, and `/version`. `look` is asked for every answer.
+pub fn routes(look: impl Fn() -> Standing + Clone + Send + Sync + 'static) -> Router {
+    let answer = |is_good: fn(&Standing) -> bool| {
+        let look = look.clone();
+        get(move || async move {
+            let standing = look();
+            let good = is_good(&standing);
+            let code = if good { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+            (code, Json(json!({"status": standing.word, "reason": standing.reason})))
+        })
+    };
+    let (ready, live) = (answer(|standing| standing.is_ready), answer(|standing| standing.is_live));
+    let version = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "protocol": format!("{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"),
+    });
+    Router::new()
+        .route("/health", ready.clone())
+        .route("/ready", ready.clone())
+        .route("/v2/health/ready", ready)
+        .route("/live", live.clone())
+        .route("/v2/health/live", live)
+        .route("/version", get(move || async move { Json(version) }))
+}
+
 /// Whether the service of a name serves in a state; `None` where there is no such name.
 pub type Question<S> = fn(&S, &str) -> Option<bool>;
 
-/// The health service: `question` is asked about the latest `state`.
+/// `grpc.health.v1`: `question` is asked about the latest `state`.
 pub fn service<S>(state: watch::Receiver<S>, question: Question<S>) -> HealthServer<impl Health + use<S>>
 where
     S: Clone + Send + Sync + 'static,

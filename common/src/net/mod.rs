@@ -27,6 +27,7 @@ mod connection;
 pub mod gate;
 pub mod health;
 mod idle;
+pub mod messages;
 mod prefixed;
 mod reflection;
 mod reread;

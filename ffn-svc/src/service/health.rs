@@ -1,6 +1,6 @@
 //! Whether this rank serves, as health checks ask for it: `grpc.health.v1` under the name of each service, and `live`
 //! and `ready` as names of their own.
-use afd_common::net::health;
+use afd_common::net::health::{self, Standing};
 use tokio::sync::watch;
 use tonic_health::pb::health_server::{Health as HealthService, HealthServer};
 
@@ -29,14 +29,15 @@ impl Phase {
         !matches!(self, Self::Dead(_))
     }
 
-    /// One word, and the reason when there is one.
-    pub fn words(&self) -> (&'static str, Option<&str>) {
-        match self {
+    /// The same for plain HTTP.
+    pub fn standing(&self) -> Standing {
+        let (word, reason) = match self {
             Self::Loading => ("loading", None),
             Self::Ready => ("ready", None),
             Self::Draining => ("draining", None),
-            Self::Dead(why) => ("dead", Some(why)),
-        }
+            Self::Dead(why) => ("dead", Some(why.clone())),
+        };
+        Standing { is_ready: self.is_ready(), is_live: self.is_live(), word, reason }
     }
 }
 

@@ -2,7 +2,7 @@
 use std::sync::Arc;
 
 use afd_common::link::{LinkKind, attach, inline};
-use afd_common::net::{LinkAcceptor, add_reflection};
+use afd_common::net::{LinkAcceptor, add_reflection, messages};
 use afd_common::proto::v1::ffn_control_service_server::FfnControlServiceServer;
 use afd_common::proto::v1::inference_service_server::InferenceServiceServer;
 use afd_common::proto::v1::layer_stage_service_server::LayerStageServiceServer;
@@ -46,7 +46,7 @@ pub fn router(
         .reset_fallback();
     let identity = &sessions.settings().identity;
     let http = http::routes(health.clone(), refuse::sentence(identity), Arc::clone(sessions));
-    Ok(http.merge(metrics.router()).merge(grpc))
+    Ok(http.merge(metrics.router()).merge(messages::guard(grpc, None)))
 }
 
 /// Whether a call's requests are a stream that lasts as long as the call.

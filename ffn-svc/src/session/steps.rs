@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::ids::StepId;
+use afd_common::net::messages;
 use afd_common::proto::{RpcStatus, v1};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -93,6 +94,14 @@ enum End {
     Session,
 }
 
+/// A message that cannot be read is answered; a connection that is gone is not.
+fn broken(status: Status) -> End {
+    match messages::blamed(&status, None).unwrap_or(status) {
+        status if status.code() == Code::InvalidArgument => End::Refused(status),
+        status => End::Peer(format!("its control stream broke: {}", status.message())),
+    }
+}
+
 struct Stream<'a> {
     sessions: &'a Sessions,
     session: &'a Session,
@@ -117,7 +126,7 @@ impl Stream<'_> {
                         }
                     }
                     Ok(None) => return End::Peer("the attention rank closed its control stream".into()),
-                    Err(status) => return End::Peer(format!("its control stream broke: {}", status.message())),
+                    Err(status) => return broken(status),
                 },
                 () = self.session.accounts.wait_finished() => {}
                 _ = beat.tick() => self.send(v1::steps_response::Message::Heartbeat(self.heartbeat())),
