@@ -63,7 +63,10 @@ async fn attention_without_a_certificate_ends_with_the_ffns_words() -> anyhow::R
     let said = told(spec.clone().attention_args(&["--ffn-tls-ca", &ca])).await;
     ensure!(said.contains("refused: join: a client certificate is missing"), "{said}");
     let said = told(spec).await;
-    ensure!(said.contains("this port speaks TLS"), "{said}");
+    ensure!(
+        said.contains("refused: connecting: this port speaks TLS") && said.contains("--ffn-tls-ca"),
+        "{said}"
+    );
     Ok(())
 }
 

@@ -102,6 +102,11 @@ pub enum PeerState {
         /// "connection refused", or empty before the first attempt has ended.
         last_error: String,
     },
+    /// Somebody is there, and there is no session with it; what went wrong last. Another try may help.
+    Apart {
+        /// "join: no answer within 5000 ms", or its own words.
+        last_error: String,
+    },
     /// It answered and said no: another model, another shard count, a rank twice.
     Refused {
         /// The rank's own words, or this one's.
@@ -143,9 +148,8 @@ impl Peer {
     /// Takes a new state in. Returns whether it says anything new.
     pub(super) fn handle(&mut self, state: PeerState, now: Instant) -> bool {
         let news = match (&self.state, &state) {
-            (PeerState::Connecting { last_error: old }, PeerState::Connecting { last_error: new }) => {
-                old != new
-            }
+            (PeerState::Connecting { last_error: old }, PeerState::Connecting { last_error: new })
+            | (PeerState::Apart { last_error: old }, PeerState::Apart { last_error: new }) => old != new,
             (PeerState::Refused { why: old, .. }, PeerState::Refused { why: new, .. }) => old != new,
             _ => true,
         };
@@ -172,6 +176,8 @@ pub(super) enum SessionError {
     NotSeated(#[from] NotSeated),
     #[error("{0}")]
     Broken(String),
+    #[error("{0}")]
+    Away(String),
 }
 
 impl SessionError {
@@ -252,9 +258,13 @@ impl<'a> Control<'a> {
         let state = match ended {
             SessionError::Refused(_) => PeerState::Refused { why: why.clone(), for_good: true },
             SessionError::NotSeated(_) => PeerState::Refused { why: why.clone(), for_good: false },
-            SessionError::Broken(_) => {
+            SessionError::Broken(_) | SessionError::Away(_) => {
                 tracing::debug!(peer = %address, why, "no session with FFN rank");
-                self.set_state(PeerState::Connecting { last_error: why });
+                let is_away = matches!(ended, SessionError::Away(_));
+                self.set_state(match is_away {
+                    true => PeerState::Connecting { last_error: why },
+                    false => PeerState::Apart { last_error: why },
+                });
                 return;
             }
         };

@@ -81,7 +81,10 @@ impl Directory {
             // Before resolving, so that no loss during it is missed.
             let vacated = self.shared.vacated.notified();
             let announced = self.announced.changed.notified();
-            let found = self.resolve().await;
+            let found = tokio::select! {
+                found = self.resolve() => found,
+                () = stop.cancelled() => break,
+            };
             self.forget_all_but(&found);
             for (address, name) in found {
                 if self.lock_peers().contains_key(&address) {

@@ -9,7 +9,7 @@ use afd_common::ids::{Epoch, Shard};
 use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
 use afd_common::link::{HopLink, Limits, LinkKind, inline};
-use afd_common::net::client;
+use afd_common::net::client::{self, NotConnected};
 use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
@@ -39,7 +39,13 @@ impl Target {
     /// A connection to whatever listens there.
     pub(super) async fn connect(&self, limit: Duration) -> Result<Channel, SessionError> {
         let connected = client::connect(&self.address.to_string(), self.tls.as_ref(), limit).await;
-        connected.map_err(|error| SessionError::broken("connecting", error))
+        connected.map_err(|error| match error {
+            NotConnected::Unreachable(what) => SessionError::Away(format!("connecting: {what}")),
+            NotConnected::WantsTls(what) => {
+                SessionError::Refused(format!("connecting: {what} (--ffn-tls-ca)"))
+            }
+            there => SessionError::broken("connecting", there),
+        })
     }
 }
 

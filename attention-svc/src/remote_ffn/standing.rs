@@ -76,6 +76,13 @@ impl Standing<'_> {
             (PeerState::Refused { why, .. }, _) => {
                 write!(line, "refuses, for {}: {why}", ago(peer.since))
             }
+            (PeerState::Apart { last_error }, None) => {
+                write!(line, "is there, and has not been joined, for {}: {last_error}", ago(peer.since))
+            }
+            (PeerState::Apart { last_error }, Some(shard)) => {
+                let since = ago(peer.since);
+                write!(line, "was up, {shard}, and has no session any more, for {since}: {last_error}")
+            }
             (PeerState::Connecting { last_error }, None) if last_error.is_empty() => {
                 write!(line, "is being connected to, for {}", ago(peer.since))
             }
@@ -174,6 +181,22 @@ mod tests {
         peer.handle(is_up(1), at(511));
         let said = sentence(&[peer], 2, started, 511_500);
         assert!(said.starts_with("shard 0/2 has no rank, for 3.5 s: "), "{said}");
+    }
+
+    #[test]
+    fn whoever_answers_is_there() {
+        let started = Instant::now();
+        let live = PeerState::Apart { last_error: "join: A0 is live as incarnation 7".into() };
+        let mut peer = Peer { state: live.clone(), ..Peer::unknown(started) };
+        let said = sentence(&[peer.clone()], 0, started, 1900);
+        assert!(
+            said.contains("10.0.0.1:1 is there, and has not been joined, for 1.9 s: join: A0 is live"),
+            "{said}"
+        );
+        peer.handle(up(0, started, &Arc::new(Life::new(started))).state, started);
+        peer.handle(live, started + Duration::from_secs(1));
+        let said = sentence(&[peer], 2, started, 1900);
+        assert!(said.contains("was up, shard 0/2, and has no session any more, for 0.9 s: join"), "{said}");
     }
 
     #[test]

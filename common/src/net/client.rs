@@ -1,11 +1,17 @@
 //! How one service dials another: the same windows and keepalive as the listening side, in the clear or under TLS.
 use std::error::Error;
+use std::io;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
+use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint};
 
+use super::greeting::{Goodbye, Greeted, Overheard};
 use super::tls::PeerTls;
 use super::{KEEPALIVE, NetError, WINDOW_BYTES};
 
@@ -27,34 +33,94 @@ pub fn endpoint(address: &str, connect_timeout: Duration) -> Result<Endpoint, Ne
         .keep_alive_timeout(KEEPALIVE))
 }
 
-/// A gRPC channel to `address` ("host:port"), connected, under `tls` where the peer speaks it.
+/// A gRPC channel to `address` ("host:port"), connected and [greeted](super::greeting), under `tls` where the peer speaks
+/// it.
 ///
 /// # Errors
-/// One line: the address is none, nobody answers in time, or the certificate is not the peer's.
+/// [`NotConnected`], one line.
 pub async fn connect(
     address: &str,
     tls: Option<&PeerTls>,
     connect_timeout: Duration,
-) -> Result<Channel, String> {
-    let endpoint = endpoint(address, connect_timeout).map_err(|error| error.to_string())?;
-    let connected = match tls {
-        None => endpoint.connect().await,
+) -> Result<Channel, NotConnected> {
+    let endpoint = endpoint(address, connect_timeout);
+    let endpoint = endpoint.map_err(|error| NotConnected::Unreachable(error.to_string()))?;
+    let authority = endpoint.uri().authority().map_or_else(String::new, ToString::to_string);
+    match tls {
+        None => greeted(&endpoint, connect_timeout, move || dial(authority.clone())).await,
         Some(tls) => {
-            let (address, tls) = (address.to_owned(), tls.clone());
-            let connector = tower::service_fn(move |_: http::Uri| dial(address.clone(), tls.clone()));
-            endpoint.connect_with_connector(connector).await
+            let tls = tls.clone();
+            greeted(&endpoint, connect_timeout, move || dial_tls(authority.clone(), tls.clone())).await
         }
-    };
-    connected.map_err(|error| innermost(&error))
+    }
 }
 
-async fn dial(
-    address: String,
-    tls: PeerTls,
-) -> std::io::Result<TokioIo<tokio_rustls::client::TlsStream<TcpStream>>> {
-    let stream = TcpStream::connect(address.as_str()).await?;
+/// Why there is no connection. A retry may help, unless it says otherwise.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotConnected {
+    /// Nobody is there, or not under this certificate; or the address is none.
+    #[error("{0}")]
+    Unreachable(String),
+    /// Somebody listens and does not take requests yet.
+    #[error("it listens, and said nothing within {0:?}: it may be loading, or stopped")]
+    Silent(Duration),
+    /// Somebody is there and wants to be asked under TLS: a retry does not help.
+    #[error("{0}")]
+    WantsTls(String),
+    /// Somebody is there, and says why not in these words.
+    #[error("{0}")]
+    Goodbye(String),
+}
+
+impl From<NotConnected> for String {
+    fn from(error: NotConnected) -> Self {
+        error.to_string()
+    }
+}
+
+/// Connects by `dial` and waits for the greeting, all within `patience`.
+async fn greeted<S, F>(
+    endpoint: &Endpoint,
+    patience: Duration,
+    dial: impl Fn() -> F + Send + 'static,
+) -> Result<Channel, NotConnected>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    F: Future<Output = io::Result<S>> + Send + 'static,
+{
+    let (deadline, (told, mut greeting)) = (Instant::now() + patience, watch::channel(None));
+    let connector = tower::service_fn(move |_: http::Uri| {
+        let (dialled, told) = (dial(), told.clone());
+        async move { Ok::<_, io::Error>(TokioIo::new(Overheard::new(dialled.await?, told))) }
+    });
+    let connected = match timeout_at(deadline, endpoint.connect_with_connector(connector)).await {
+        Ok(connected) => connected.map_err(|error| NotConnected::Unreachable(innermost(&error))),
+        Err(_) => return Err(NotConnected::Unreachable(format!("no connection within {patience:?}"))),
+    };
+    let said: Option<Greeted> = match &connected {
+        // The sender lives as long as the channel does.
+        Ok(_) => match timeout_at(deadline, greeting.wait_for(Option::is_some)).await {
+            Ok(greeted) => greeted.ok().and_then(|greeted| greeted.clone()),
+            Err(_) => return Err(NotConnected::Silent(patience)),
+        },
+        Err(_) => greeting.borrow().clone(),
+    };
+    match said {
+        // Where the connection ended first, its goodbye says more than that.
+        Some(Err(Goodbye::WantsTls(words))) => Err(NotConnected::WantsTls(words)),
+        Some(Err(Goodbye::Other(words))) => Err(NotConnected::Goodbye(words)),
+        _ => connected,
+    }
+}
+
+async fn dial(authority: String) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(authority).await?;
     stream.set_nodelay(true)?;
-    Ok(TokioIo::new(tls.connect(stream).await?))
+    Ok(stream)
+}
+
+async fn dial_tls(authority: String, tls: PeerTls) -> io::Result<TlsStream<TcpStream>> {
+    tls.connect(dial(authority).await?).await
 }
 
 fn target(address: &str, uri: &str) -> Result<(http::Uri, u16), NetError> {

@@ -25,6 +25,7 @@ mod body;
 pub mod client;
 mod connection;
 pub mod gate;
+mod greeting;
 pub mod health;
 mod idle;
 pub mod messages;

@@ -120,7 +120,7 @@ async fn serve(access: Access) -> Served {
 
 impl Served {
     async fn channel(&self, tls: &PeerTls) -> Result<Channel, String> {
-        client::connect(&self.address.to_string(), Some(tls), PATIENCE).await
+        Ok(client::connect(&self.address.to_string(), Some(tls), PATIENCE).await?)
     }
 
     /// GET over HTTP/1.1 as curl would: the whole answer.
