@@ -1,4 +1,5 @@
 //! The command line of attention-svc.
+use afd_common::process::exit;
 use clap::{Parser, Subcommand};
 
 use crate::bench::BenchArgs;
@@ -10,7 +11,7 @@ use crate::profile::ProfileArgs;
 
 /// The attention role of a disaggregated language model: requests, KV cache, attention, sampling
 #[derive(Debug, Parser)]
-#[command(name = "attention-svc", version, about, max_term_width = 110, propagate_version = true)]
+#[command(name = "attention-svc", version, max_term_width = 110, propagate_version = true, after_help = exit::help())]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -21,16 +22,22 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve a model: OpenAI's HTTP API and gRPC on one port
+    #[command(after_help = exit::help())]
     Serve(Box<ServeArgs>),
     /// Measure a running server, this one or any that speaks OpenAI's API, or the links of this machine
+    #[command(after_help = exit::help())]
     Bench(Box<BenchArgs>),
     /// Check a running deployment from outside, and say in sentences what is wrong with it
+    #[command(after_help = exit::help())]
     Doctor(Box<DoctorArgs>),
     /// Ask a running rank whether it is ready, as a container's health check does
+    #[command(after_help = exit::help())]
     Probe(Box<ProbeArgs>),
     /// Work out how many attention and FFN ranks, how many stages, or whether to disaggregate at all
+    #[command(after_help = exit::help())]
     Plan(Box<PlanArgs>),
     /// Record some steps of a running rank and its FFN ranks as one timeline, for Perfetto
+    #[command(after_help = exit::help())]
     Profile(ProfileArgs),
 }
 

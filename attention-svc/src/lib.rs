@@ -21,4 +21,5 @@ pub mod request;
 pub mod sampler;
 pub mod scheduler;
 pub mod serve;
+pub mod served;
 pub mod text;

@@ -1,18 +1,19 @@
 //! attention-svc: reads its command line and does what it says.
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use afd_common::telemetry::{KeyValue, OtlpError, OtlpSettings};
+use afd_common::config::option::OptionError;
+use afd_common::process::exit::Exit;
+use afd_common::process::stop::Stop;
+use afd_common::telemetry::{KeyValue, LogError, OtlpError, OtlpSettings, logs};
+use attention_svc::bench::{self, BenchError};
 use attention_svc::cli::{Cli, Command};
 use attention_svc::config::{ServeArgs, ServeConfig};
-use attention_svc::serve::Server;
+use attention_svc::profile::{self, ProfileError};
+use attention_svc::serve::{ServeError, Server};
+use attention_svc::{doctor, plan, probe};
 use clap::Parser;
-use tokio::signal::unix::{SignalKind, signal};
 
-/// The command line was wrong.
-const USAGE: u8 = 2;
-/// It was right, and it did not work.
-const FAILURE: u8 = 1;
 /// Time for the last spans to be sent.
 const FLUSH_LIMIT: Duration = Duration::from_secs(3);
 
@@ -21,66 +22,61 @@ fn main() -> ExitCode {
     if let Err(error) = afd_ffi::process::reexec_with_passive_wait() {
         eprintln!("attention-svc: going on with busy waiting, which is slow: {error}");
     }
-    let command = Cli::parse().command;
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return fail(FAILURE, error),
-    };
-    let code = match command {
-        Command::Serve(args) => runtime.block_on(serve(*args)),
-        Command::Bench(args) => match runtime.block_on(attention_svc::bench::run(*args)) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => fail(FAILURE, error),
-        },
-        Command::Doctor(args) => runtime
-            .block_on(attention_svc::doctor::run(*args))
-            .unwrap_or_else(|error| fail(FAILURE, format!("{error:#}"))),
-        Command::Probe(args) => match runtime.block_on(attention_svc::probe::run(*args)) {
-            Ok(sentence) => {
-                println!("{sentence}");
-                ExitCode::SUCCESS
-            }
-            Err(error) => fail(FAILURE, format!("{error:#}")),
-        },
-        Command::Profile(args) => match runtime.block_on(attention_svc::profile::run(args)) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => fail(FAILURE, error),
-        },
-        Command::Plan(args) => {
-            attention_svc::plan::cli::run(*args).unwrap_or_else(|error| fail(FAILURE, format!("{error:#}")))
+    Exit::end("attention-svc", run(Cli::parse().command), exit_of)
+}
+
+fn run(command: Command) -> anyhow::Result<Exit> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let outcome = match command {
+        Command::Serve(args) => runtime.block_on(serve(*args)).map(|()| Exit::Done),
+        Command::Bench(args) => runtime.block_on(bench::run(*args)).map(|()| Exit::Done).map_err(Into::into),
+        Command::Doctor(args) => runtime.block_on(doctor::run(*args)),
+        Command::Probe(args) => runtime.block_on(probe::run(*args)).map(|sentence| {
+            println!("{sentence}");
+            Exit::Done
+        }),
+        Command::Profile(args) => {
+            runtime.block_on(profile::run(args)).map(|()| Exit::Done).map_err(Into::into)
         }
+        Command::Plan(args) => plan::cli::run(*args).map(|()| Exit::Done),
     };
     // What still blocks a thread (a tokenizer on a huge text) must not keep the process.
     runtime.shutdown_background();
-    code
+    outcome
 }
 
-async fn serve(args: ServeArgs) -> ExitCode {
-    let mut config = match ServeConfig::new(args) {
-        Ok(config) => config,
-        Err(error) => return fail(USAGE, error),
-    };
-    if let Err(error) = afd_common::telemetry::logs::init(&config.log) {
-        return fail(USAGE, error);
-    }
-    if let Err(error) = export_traces(&mut config) {
-        return fail(USAGE, error);
-    }
+async fn serve(args: ServeArgs) -> anyhow::Result<()> {
+    let mut config = ServeConfig::new(args)?;
+    logs::init(&config.log)?;
+    export_traces(&mut config)?;
     let spans = config.trace.spans.clone();
-    let stop = match stop_signal() {
-        Ok(stop) => stop,
-        Err(error) => return fail(FAILURE, error),
+    let mut stop = Stop::new()?;
+    let begun = Instant::now();
+    let started = tokio::select! {
+        started = Server::start(config) => started,
+        told = stop.told() => {
+            let after_ms = begun.elapsed().as_millis() as u64;
+            tracing::info!(why = told.by(), after_ms, "stopped before it was loaded");
+            // A thread is loading, and libtorch may not be taken down around it.
+            afd_ffi::process::end_at_once(Exit::Done as u8);
+        }
     };
-    let ended = match Server::start(config).await {
-        Ok(server) => server.run(stop).await,
+    let ended = match started {
+        Ok(server) => server.run(stop.told()).await,
         Err(error) => Err(error),
     };
     // Blocks, for at most the limit.
     let _ = tokio::task::spawn_blocking(move || spans.flush(FLUSH_LIMIT)).await;
-    match ended {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(if error.is_usage() { USAGE } else { FAILURE }, error),
-    }
+    Ok(ended?)
+}
+
+fn exit_of(error: &anyhow::Error) -> Exit {
+    let serve = error.downcast_ref::<ServeError>().map(ServeError::exit);
+    let bench = error.downcast_ref::<BenchError>().map(BenchError::exit);
+    let profile = error.downcast_ref::<ProfileError>().map(ProfileError::exit);
+    let is_told = error.is::<OptionError>() || error.is::<LogError>() || error.is::<OtlpError>();
+    let told = is_told.then_some(Exit::Unusable);
+    serve.or(bench).or(profile).or(told).unwrap_or(Exit::Failed)
 }
 
 /// Follows the standard `OTEL_*` variables: without an endpoint among them nothing is recorded.
@@ -97,20 +93,4 @@ fn export_traces(config: &mut ServeConfig) -> Result<(), OtlpError> {
         KeyValue::new("afd.rank", i64::from(config.ffn.rank)),
     ])?;
     Ok(())
-}
-
-/// Resolves when the process is told to end.
-fn stop_signal() -> std::io::Result<impl Future<Output = ()>> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    Ok(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    })
-}
-
-fn fail(code: u8, error: impl std::fmt::Display) -> ExitCode {
-    eprintln!("attention-svc: {error}");
-    ExitCode::from(code)
 }

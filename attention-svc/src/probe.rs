@@ -1,11 +1,12 @@
 //! `attention-svc probe`: whether a rank is ready, as a container's health check asks. `doctor` looks closer.
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, bail};
+use afd_common::proto::v1;
+use anyhow::anyhow;
 use clap::Args;
-use ffn_svc::probe::check_ready;
+use ffn_svc::probe::about;
 use ffn_svc::probe::dial::{self, TlsOptions, Token};
-use tokio::time::timeout;
+use ffn_svc::probe::ready::check_ready;
 
 /// Ask a running rank whether it is ready.
 #[derive(Clone, Debug, Args)]
@@ -29,10 +30,8 @@ pub async fn run(args: ProbeArgs) -> anyhow::Result<String> {
     let asked = async {
         // Health is told to everybody.
         let channel = dial::dial(address, tls.as_ref(), &Token::default(), patience).await;
-        check_ready(channel.map_err(|error| anyhow!("cannot connect: {error}"))?).await
+        let channel = channel.map_err(|error| anyhow!("cannot be reached: {error}"))?;
+        check_ready(channel, v1::Role::Attention).await
     };
-    match timeout(patience, asked).await {
-        Ok(answer) => answer.with_context(|| address.clone()).map(|()| format!("{address} is ready")),
-        Err(_) => bail!("{address} did not answer within {patience:?} (--timeout-ms)"),
-    }
+    about(address, patience, asked).await.map(|()| format!("{address} is ready"))
 }

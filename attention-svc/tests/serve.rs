@@ -2,6 +2,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use afd_common::process::stop::Told;
 use attention_svc::cli::{Cli, Command};
 use attention_svc::config::ServeConfig;
 use attention_svc::serve::{ServeError, Server};
@@ -32,7 +33,10 @@ impl Rank {
         let server = Server::start(ServeConfig::new(*args).unwrap()).await.unwrap();
         let url = format!("http://{}", server.address());
         let (stop, stopped) = oneshot::channel();
-        let running = tokio::spawn(server.run(async { drop(stopped.await) }));
+        let running = tokio::spawn(server.run(async {
+            let _ = stopped.await;
+            Told::Terminate
+        }));
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(60)).build().unwrap();
         let rank = Self { url, http, stop, running };
         tokio::time::timeout(Duration::from_secs(30), async {

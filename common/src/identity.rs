@@ -16,6 +16,18 @@ pub enum GatePlacement {
     Attention,
 }
 
+impl std::str::FromStr for GatePlacement {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "ffn" => Ok(Self::Ffn),
+            "attention" => Ok(Self::Attention),
+            other => Err(format!("{other:?} is no side; known are ffn and attention")),
+        }
+    }
+}
+
 impl From<GatePlacement> for v1::GatePlacement {
     fn from(gate: GatePlacement) -> Self {
         match gate {

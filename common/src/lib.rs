@@ -3,7 +3,8 @@
 //! In reading order: [`ids`] (the words of a hop), [`proto`] (the control plane's messages), [`config`] (what a
 //! checkpoint says), [`weights`] (its tensors, mapped), [`layers`] (what both roles compute), [`placement`] and [`routing`]
 //! (who serves which experts, and who chooses them), [`frame`] and [`link`] (how rows travel), [`net`] (the one listening
-//! port), [`telemetry`] (logs and metrics). Nothing here owns a request, a scheduler or an engine.
+//! port), [`process`] (how both binaries start and end), [`telemetry`] (logs and metrics). Nothing here owns a request, a
+//! scheduler or an engine.
 #![warn(missing_docs)]
 
 pub mod config;
@@ -14,6 +15,7 @@ pub mod layers;
 pub mod link;
 pub mod net;
 pub mod placement;
+pub mod process;
 pub mod proto;
 pub mod routing;
 pub mod telemetry;

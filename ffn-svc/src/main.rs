@@ -1,24 +1,29 @@
 //! `ffn-svc`: the FFN role as a process.
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use afd_common::config::device::DeviceError;
+use afd_common::config::option::OptionError;
 use afd_common::net::Listener;
-use afd_common::telemetry::{KeyValue, Metrics, OtlpError, OtlpSettings, logs};
-use anyhow::Context;
+use afd_common::process::address_file::{self, AddressFileError};
+use afd_common::process::exit::{self, Exit};
+use afd_common::process::stop::Stop;
+use afd_common::telemetry::{KeyValue, LogError, Metrics, OtlpError, OtlpSettings, logs};
+use anyhow::anyhow;
 use clap::{Parser, Subcommand};
 use ffn_svc::announce::Announcing;
-use ffn_svc::config::{Config, ConfigError, ServeOptions};
+use ffn_svc::config::{Config, ServeOptions};
+use ffn_svc::rank::{Loaded, StartError};
 use ffn_svc::{place, probe, rank};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time for the last spans to be sent.
 const FLUSH_LIMIT: Duration = Duration::from_secs(3);
 /// Threads of the control plane; the engine has its own.
 const CONTROL_THREADS: usize = 2;
 
-/// The FFN role of attention-FFN disaggregated inference: holds the experts, serves attention-svc.
+/// The FFN role of a disaggregated language model: experts and dense FFNs of every layer, for attention-svc
 #[derive(Parser)]
-#[command(version, about)]
+#[command(name = "ffn-svc", version, max_term_width = 110, propagate_version = true, after_help = exit::help())]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -26,54 +31,44 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serves one shard of a model's FFNs
+    /// Serve one shard of every layer's FFN
+    #[command(after_help = exit::help())]
     Serve(Box<ServeOptions>),
-    /// Asks a running rank whether it is ready and what it serves
+    /// Ask a running rank whether it is ready and what it serves, as a container's health check does
+    #[command(after_help = exit::help())]
     Probe(probe::ProbeOptions),
-    /// Proposes which shard should have which experts, from what running ranks counted
+    /// Propose which shard should have which experts, from what running ranks counted
+    #[command(after_help = exit::help())]
     Place(place::PlaceOptions),
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let outcome = match Cli::parse().command {
         Command::Serve(options) => serve(*options),
         Command::Probe(options) => probe(options),
         Command::Place(options) => place::run(&options),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("ffn-svc: {}", one_line(&error));
-            // Another command line would have helped: the code that clap ends with too.
-            if error.is::<ConfigError>() || error.is::<OtlpError>() {
-                ExitCode::from(2)
-            } else {
-                ExitCode::FAILURE
-            }
-        }
-    }
+    Exit::end("ffn-svc", outcome.map(|()| Exit::Done), exit_of)
 }
 
-/// The error and its causes, without those that it has told already.
-fn one_line(error: &anyhow::Error) -> String {
-    error
-        .chain()
-        .map(ToString::to_string)
-        .reduce(|line, cause| if line.contains(&cause) { line } else { format!("{line}: {cause}") })
-        .unwrap_or_default()
+fn exit_of(error: &anyhow::Error) -> Exit {
+    let start = error.downcast_ref::<StartError>().map(StartError::exit);
+    let is_told = error.is::<OptionError>()
+        || error.is::<LogError>()
+        || error.is::<OtlpError>()
+        || error.is::<DeviceError>()
+        || error.is::<AddressFileError>();
+    start.or(is_told.then_some(Exit::Unusable)).unwrap_or(Exit::Failed)
 }
 
 fn serve(options: ServeOptions) -> anyhow::Result<()> {
     let config = options.resolve()?;
     // Before anything is opened or started: the process begins anew.
     let passive = afd_ffi::process::reexec_with_passive_wait();
-    logs::init(&config.log).context("--log-level")?;
+    logs::init(&config.log)?;
     if let Err(error) = passive {
         tracing::warn!(%error, "compute threads will spin while they wait");
     }
-    // Before any tensor exists.
-    config.device.load()?;
-    afd_ffi::process::set_compute_threads(config.threads);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(CONTROL_THREADS)
         .thread_name("control")
@@ -108,33 +103,45 @@ fn export_traces(mut config: Config) -> Result<Config, OtlpError> {
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
-    let mut stop = Stop::new()?;
+    let (mut stop, begun) = (Stop::new()?, Instant::now());
     // First the port: one that is taken should not cost the time of loading.
-    let listener = Listener::bind(config.listen).await.context("--listen")?;
+    let listener = Listener::bind(config.listen).await.map_err(|error| anyhow!("--listen {error}"))?;
     let metrics = Metrics::new();
     let for_loading = config.clone();
     let loaded = tokio::select! {
-        loaded = tokio::task::spawn_blocking(move || rank::load(&for_loading)) => loaded??,
-        () = stop.asked() => return Ok(()),
+        loaded = tokio::task::spawn_blocking(move || load(&for_loading)) => loaded??,
+        told = stop.told() => {
+            let after_ms = begun.elapsed().as_millis() as u64;
+            tracing::info!(why = told.by(), after_ms, "stopped before it was loaded");
+            // A thread is loading, and libtorch may not be taken down around it.
+            afd_ffi::process::end_at_once(Exit::Done as u8);
+        }
     };
     let server = rank::start(&config, loaded, listener, &metrics).await?;
     let address = server.address();
     if let Some(path) = &config.address_file {
-        rank::write_address(path, address).with_context(|| format!("--address-file {}", path.display()))?;
+        address_file::write(path, &address.to_string())?;
     }
     tracing::info!(
         %address, advertise = config.advertise.as_deref().unwrap_or("as it listens"), shard = %config.shard,
-        rank = config.rank, threads = config.threads, "ready"
+        rank = config.rank, threads = config.threads, took_ms = begun.elapsed().as_millis() as u64, "ready"
     );
     let announcing = Announcing::start(&config, &server);
     let asked = async {
-        stop.asked().await;
+        let told = stop.told().await;
         // Before it drains: whoever hears of it does not come back.
         announcing.leave().await;
+        told
     };
-    server.run(asked, config.drain).await?;
-    tracing::info!("stopped");
-    Ok(())
+    Ok(server.run(asked, config.drain).await?)
+}
+
+/// Everything that takes long. Blocks.
+fn load(config: &Config) -> anyhow::Result<Loaded> {
+    // Before any tensor exists.
+    config.device.load()?;
+    afd_ffi::process::set_compute_threads(config.threads);
+    Ok(rank::load(config)?)
 }
 
 async fn ask(options: probe::ProbeOptions) -> anyhow::Result<()> {
@@ -144,23 +151,4 @@ async fn ask(options: probe::ProbeOptions) -> anyhow::Result<()> {
 
 fn probe(options: probe::ProbeOptions) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(ask(options))
-}
-
-/// SIGTERM, or Ctrl-C.
-struct Stop {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Stop {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
-    }
-
-    async fn asked(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
-    }
 }

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use afd_common::config::option::{OptionError, refuse};
 use afd_common::ids::LayerIdx;
 use afd_common::placement::{ExpertLoad, propose};
-use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::engine::EngineHandle;
@@ -69,12 +69,15 @@ impl ExpertReport {
 pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
     let mut reports = Vec::new();
     for path in &options.counts {
-        let named = || format!("--counts {}", path.display());
-        let text = std::fs::read_to_string(path).with_context(named)?;
-        reports.push(serde_json::from_str::<ExpertReport>(&text).with_context(named)?);
+        let report = std::fs::read_to_string(path)
+            .map_err(|error| error.to_string())
+            .and_then(|text| serde_json::from_str::<ExpertReport>(&text).map_err(|error| error.to_string()));
+        let named = |what| refuse("--counts", format!("{}: {what}", path.display()));
+        reports.push(report.or_else(named)?);
     }
-    let loads = add_up(&reports)?;
-    let proposal = propose(&loads, options.shards, options.copies)?;
+    let loads = add_up(&reports).or_else(|what| refuse("--counts", what))?;
+    let proposal = propose(&loads, options.shards, options.copies);
+    let proposal = proposal.map_err(|error| OptionError::Whole(error.to_string()))?;
     for (layer, (before, after)) in &proposal.imbalance {
         eprintln!(
             "layer {layer}: fullest shard over the mean {before:.3} contiguous, {after:.3} as proposed"
@@ -82,7 +85,8 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
     }
     let text = serde_json::to_string_pretty(&proposal.file)? + "\n";
     match &options.out {
-        Some(path) => std::fs::write(path, text).with_context(|| format!("--out {}", path.display())),
+        Some(path) => std::fs::write(path, text)
+            .or_else(|error| Ok(refuse("--out", format!("{}: {error}", path.display()))?)),
         None => {
             print!("{text}");
             Ok(())
@@ -91,16 +95,18 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
 }
 
 /// Counts by layer and expert, all ranks together.
-fn add_up(reports: &[ExpertReport]) -> anyhow::Result<BTreeMap<usize, ExpertLoad>> {
+fn add_up(reports: &[ExpertReport]) -> Result<BTreeMap<usize, ExpertLoad>, String> {
     let mut loads: BTreeMap<usize, ExpertLoad> = BTreeMap::new();
     for (layer, report) in reports.iter().flat_map(|report| &report.layers) {
         let load = loads.entry(*layer).or_insert_with(|| vec![0; report.num_experts]);
         let (known, said) = (load.len(), report.num_experts);
-        ensure!(known == said, "layer {layer} has {said} experts in one file and {known} in another");
+        if known != said {
+            return Err(format!("layer {layer} has {said} experts in one file and {known} in another"));
+        }
         for (expert, rows) in &report.rows {
             match load.get_mut(*expert) {
                 Some(count) => *count += rows,
-                None => bail!("layer {layer}: expert {expert} of {said} was counted"),
+                None => return Err(format!("layer {layer}: expert {expert} of {said} was counted")),
             }
         }
     }
@@ -121,7 +127,7 @@ mod tests {
         let both = [report(0, 4, &[(0, 5), (1, 1)]), report(1, 4, &[(1, 2), (3, 9)])];
         assert_eq!(add_up(&both).unwrap(), BTreeMap::from([(3, vec![5, 3, 0, 9])]));
         let other = add_up(&[report(0, 4, &[]), report(1, 5, &[])]).unwrap_err();
-        assert_eq!(other.to_string(), "layer 3 has 5 experts in one file and 4 in another");
+        assert_eq!(other, "layer 3 has 5 experts in one file and 4 in another");
         assert!(add_up(&[report(0, 4, &[(4, 1)])]).is_err());
     }
 

@@ -1,15 +1,15 @@
 //! From a [`Config`] to a running FFN rank: load the shard, start the engine, serve.
-use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
 use afd_common::identity::{ExpertRules, model_identity};
 use afd_common::ids::LayerIdx;
 use afd_common::net::Listener;
 use afd_common::placement::{Placement, PlacementFile};
+use afd_common::process::exit::Exit;
 use afd_common::proto::v1;
 use afd_common::routing::Routing;
 use afd_common::telemetry::metrics::{ReadKind, Sample};
@@ -17,7 +17,7 @@ use afd_common::telemetry::{MetricError, Metrics};
 use afd_common::weights::{WeightError, Weights};
 use afd_gpu::{Device, GpuError, nccl};
 
-use crate::config::{Config, LoadFormat};
+use crate::config::Config;
 use crate::device::{DeviceModel, DeviceStage};
 use crate::engine::{self, EngineMetrics, EngineOptions};
 use crate::model::{AboutShard, FfnModel, FfnModelError, LayerSpec};
@@ -100,6 +100,21 @@ pub enum StartError {
     /// It cannot be served.
     #[error(transparent)]
     Serve(#[from] ServeError),
+}
+
+impl StartError {
+    /// How the process ends with it.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Model { source, .. } => source.exit(),
+            Self::ModelConfig { .. }
+            | Self::Weights { .. }
+            | Self::Placement { .. }
+            | Self::Empty { .. }
+            | Self::Serve(ServeError::RowsTooLarge { .. }) => Exit::Unusable,
+            Self::Device { .. } | Self::Metric(_) | Self::Thread(_) | Self::Serve(_) => Exit::Failed,
+        }
+    }
 }
 
 /// A shard of every layer, where it is computed.
@@ -269,16 +284,6 @@ pub async fn start(
         spans: config.spans.clone(),
     };
     Ok(Server::start(listener, engine, settings, metrics, Health::default(), config.access.clone()).await?)
-}
-
-/// Writes `host:port` and a line end, at once or not at all, for whoever waits for the file.
-///
-/// # Errors
-/// The system's.
-pub fn write_address(path: &Path, address: SocketAddr) -> std::io::Result<()> {
-    let unfinished = path.with_added_extension("unfinished");
-    std::fs::write(&unfinished, format!("{address}\n"))?;
-    std::fs::rename(&unfinished, path)
 }
 
 /// How unevenly rows fall on this shard's experts: per layer the busiest expert's rows over the mean.

@@ -1,10 +1,12 @@
 //! A running FFN rank: its port, its sessions and its engine, from the bound listener to the drained end.
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use afd_common::link::Limits;
 use afd_common::net::{Access, Listener, Options};
+use afd_common::process::stop::Told;
 use afd_common::telemetry::metrics::{ReadKind, Sample};
 use afd_common::telemetry::{MetricError, Metrics};
 use tokio::task::JoinHandle;
@@ -95,34 +97,37 @@ impl Server {
     ///
     /// # Errors
     /// [`ServeError::EngineDied`].
-    pub async fn run(self, stop: impl Future<Output = ()>, drain: Duration) -> Result<(), ServeError> {
+    pub async fn run(self, stop: impl Future<Output = Told>, drain: Duration) -> Result<(), ServeError> {
         let engine = Arc::clone(self.sessions.engine());
         let mut asked_to_drain = self.sessions.draining();
         let draining = async {
             let _ = asked_to_drain.wait_for(Option::is_some).await;
             // A drain that a peer asked for does not end the process: that is for whoever started it.
             self.health.set(Phase::Draining);
-            std::future::pending::<()>().await;
+            std::future::pending::<Infallible>().await
         };
-        let died = tokio::select! {
-            () = stop => None,
-            end = engine.ended() => Some(end),
-            () = draining => None,
+        let ended = tokio::select! {
+            told = stop => Ok(told),
+            end = engine.ended() => Err(end),
+            never = draining => match never {},
         };
-        let died = match died {
-            Some(end) => Some(end),
-            None => {
+        let begun = Instant::now();
+        let died = match ended {
+            Err(end) => Some(end),
+            Ok(told) => {
                 let deadline = Instant::now() + drain;
                 self.health.set(Phase::Draining);
                 self.sessions.drain(deadline);
-                tracing::info!(sessions = self.sessions.len(), limit = ?drain, "draining");
+                tracing::info!(why = told.by(), sessions = self.sessions.len(), limit = ?drain, "stopping");
                 tokio::select! {
                     () = self.quiet(deadline) => None,
                     end = engine.ended() => Some(end),
                 }
             }
         };
-        self.finish(died).await
+        let result = self.finish(died).await;
+        tracing::info!(took_ms = begun.elapsed().as_millis() as u64, "stopped");
+        result
     }
 
     /// Waits until everybody has left, or nothing has happened for a while, or the deadline.

@@ -1,12 +1,19 @@
-//! The options of both services as tables in Markdown, made from the same definitions as `--help`.
+//! The options of both services, and their exit codes, as tables in Markdown, made from the same definitions as `--help`.
+use afd_common::process::exit::Exit;
 use clap::{Arg, Args, Command, CommandFactory};
 
 /// The tables by the names of their sections.
-pub(crate) fn tables() -> [(&'static str, String); 2] {
+pub(crate) fn tables() -> [(&'static str, String); 3] {
     let attention = attention_svc::cli::Cli::command();
     let serve = attention.find_subcommand("serve").expect("the command is there").clone();
     let ffn = ffn_svc::config::ServeOptions::augment_args(Command::new("serve"));
-    [("attention-svc serve", table(&serve)), ("ffn-svc serve", table(&ffn))]
+    [("attention-svc serve", table(&serve)), ("ffn-svc serve", table(&ffn)), ("exit codes", exit_codes())]
+}
+
+fn exit_codes() -> String {
+    let row = |exit: Exit| format!("| {} | {} |", exit as u8, exit.meaning());
+    let rows: Vec<String> = Exit::ALL.into_iter().map(row).collect();
+    format!("| exit code | of both services and all their commands |\n| --- | --- |\n{}", rows.join("\n"))
 }
 
 fn table(command: &Command) -> String {

@@ -136,6 +136,9 @@ async fn the_same_rank_twice_is_refused_and_the_first_goes_on() -> anyhow::Resul
     let twin = attention(&deployment.spec.model, &ffn, &["--join-timeout", "2s"], folder.path(), "A0")?;
     let (code, log) = refused(twin)?;
     ensure!(code == 1 && log.contains("incarnation") && log.contains("--rank"), "exit code {code}:\n{log}");
+    let last = log.lines().last().unwrap_or_default();
+    let there = format!("{ffn} is there, and has not been joined");
+    ensure!(last.contains(&there) && !last.contains("is not there"), "{last}");
     let expected = fixtures::expected("tiny-mixtral")?.prompts.remove(0);
     oracle::same(&expected.generated_ids, &deployment.greedy(0, &expected.input_ids, 32).await?)
 }
@@ -174,7 +177,7 @@ fn what_is_wrong_with_a_checkpoint_is_one_line_that_names_it() -> anyhow::Result
         (&unknown, vec!["NovelForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"]),
     ] {
         let (code, log) = refused(attention(model, "local", &[], folder.path(), "A0")?)?;
-        ensure!(code == 1 || code == 2, "exit code {code}:\n{log}");
+        ensure!(code == 2, "exit code {code}:\n{log}");
         for word in words {
             ensure!(log.contains(word), "`{word}` is not named:\n{log}");
         }
@@ -186,7 +189,7 @@ fn what_is_wrong_with_a_checkpoint_is_one_line_that_names_it() -> anyhow::Result
         let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model]);
         let (code, log) = refused(Process::start("ffn-svc", "F0", &words, folder.path())?)?;
         let said = log.lines().filter(|line| line.starts_with("ffn-svc: ")).collect::<Vec<_>>();
-        ensure!(code == 1 && said.len() == 1, "exit code {code}:\n{log}");
+        ensure!(code == 2 && said.len() == 1, "exit code {code}:\n{log}");
         // The cause stands behind the option once, however long the chain of errors that brought it.
         let cause = said[0].rsplit(": ").next().unwrap_or_default();
         ensure!(said[0].matches(cause).count() == 1, "said twice: {}", said[0]);
@@ -215,7 +218,7 @@ fn options_that_cannot_work_are_named() -> anyhow::Result<()> {
     let model = model.display().to_string();
     let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model, "--shard", "0/99"]);
     let (code, log) = refused(Process::start("ffn-svc", "F0", &words, folder.path())?)?;
-    ensure!(code == 1 && log.contains("--shard 0/99") && log.contains("8 parts"), "{code}:\n{log}");
+    ensure!(code == 2 && log.contains("--shard 0/99") && log.contains("8 parts"), "{code}:\n{log}");
     Ok(())
 }
 
@@ -233,13 +236,41 @@ fn a_port_in_use_and_an_unknown_configuration_field_are_named() -> anyhow::Resul
         let mut words = args(&["serve", "--model", &model, "--listen", &address]);
         words.extend(args(ffn));
         let (code, log) = refused(Process::start(binary, "taken", &words, folder.path())?)?;
-        ensure!(code != 0 && log.contains(&address) && log.contains("in use"), "{binary}: {code}:\n{log}");
+        ensure!(code == 1 && log.contains(&address) && log.contains("in use"), "{binary}: {code}:\n{log}");
         let words = args(&["serve", "--config", &config]);
         let (code, log) = refused(Process::start(binary, "unknown", &words, folder.path())?)?;
         ensure!(
             code == 2 && log.contains("`thread`") && log.contains("afd.toml"),
             "{binary}: {code}:\n{log}"
         );
+    }
+    Ok(())
+}
+
+#[test]
+fn a_field_that_nobody_knows_is_warned_about_once_on_both_sides() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model)?;
+    for file in std::fs::read_dir(fixtures::checkpoint("tiny-mixtral"))? {
+        let file = file?;
+        std::fs::copy(file.path(), model.join(file.file_name()))?;
+    }
+    let path = model.join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path)?)?;
+    config["swish_limit"] = 7.into();
+    config["aux_loss_alpha"] = 0.1.into();
+    std::fs::write(&path, config.to_string())?;
+    let mut attention = attention(&model, "local", &[], folder.path(), "A0")?;
+    let model = model.display().to_string();
+    let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model]);
+    let mut ffn = Process::start("ffn-svc", "F0", &words, folder.path())?;
+    for process in [&mut attention, &mut ffn] {
+        process.address(LIMIT)?;
+        let log = process.log();
+        let warnings: Vec<_> = log.lines().filter(|line| line.contains("WARN")).collect();
+        ensure!(warnings.len() == 1 && warnings[0].contains("swish_limit"), "{log}");
+        ensure!(!warnings[0].contains("aux_loss_alpha"), "{log}");
     }
     Ok(())
 }

@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::process::exit::Exit;
 use clap::{Args, Subcommand};
 use ffn_svc::probe::dial::TlsOptions;
 
@@ -24,6 +25,8 @@ use report::Run;
 pub(crate) use report::table;
 use request::Target;
 use sides::Sums;
+
+use crate::served;
 
 /// Measure a running server, or this machine's links.
 #[derive(Clone, Debug, Args)]
@@ -45,10 +48,10 @@ enum BenchCommand {
 #[derive(Clone, Debug, Args)]
 struct ServerArgs {
     /// Server to measure, such as http://127.0.0.1:8000
-    #[arg(long, value_name = "URL", required = true)]
+    #[arg(long, value_name = "URL", required = true, value_parser = served::url)]
     url: Option<String>,
     /// Another server, measured in turn with the first at every level
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", value_parser = served::url)]
     compare: Option<String>,
     /// Model to ask for [default: the first one that the server lists]
     #[arg(long, value_name = "NAME")]
@@ -137,6 +140,16 @@ pub enum BenchError {
         /// The system's own words.
         source: std::io::Error,
     },
+}
+
+impl BenchError {
+    /// How the process ends with it.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Option(_) | Self::Write { .. } => Exit::Unusable,
+            Self::Server { .. } | Self::AllFailed { .. } | Self::Links(_) => Exit::Failed,
+        }
+    }
 }
 
 impl ServerArgs {

@@ -6,6 +6,7 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 
 use super::BenchError;
+use crate::served::refusal;
 
 /// A server and what to ask it for.
 #[derive(Clone, Debug)]
@@ -62,9 +63,13 @@ impl Target {
             None => {
                 let request = target.authorized(target.client.get(format!("{url}/v1/models")));
                 let answer = request.send().await.map_err(|e| failed(chain(&e)))?;
-                let list: Value = answer.json().await.map_err(|e| failed(chain(&e)))?;
+                let (status, text) = (answer.status(), answer.text().await.map_err(|e| failed(chain(&e)))?);
+                if !status.is_success() {
+                    return Err(failed(refusal(status, &text)));
+                }
+                let list: Value = serde_json::from_str(&text).unwrap_or_default();
                 let id = list["data"][0]["id"].as_str();
-                id.ok_or_else(|| failed(format!("/v1/models lists no model: {list}")))?.to_owned()
+                id.ok_or_else(|| failed(format!("/v1/models lists no model: {text}")))?.to_owned()
             }
         };
         Ok(target)
@@ -125,7 +130,7 @@ impl Target {
         let answer = self.authorized(request).send().await.map_err(|e| chain(&e))?;
         if !answer.status().is_success() {
             let (status, text) = (answer.status(), answer.text().await.unwrap_or_default());
-            return Err(format!("{status}: {text}"));
+            return Err(refusal(status, &text));
         }
         let mut bytes = answer.bytes_stream();
         let (mut events, mut timing) = (Events::default(), Timing::default());

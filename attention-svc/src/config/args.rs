@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::units::{ByteSize, Span};
@@ -12,7 +13,7 @@ use afd_common::telemetry::LogFormat;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::choices::{FfnTarget, GraphMode, LinkChoice, LoadFormat, StageChoice, parse_gate};
+use super::choices::{FfnTarget, GraphMode, LinkChoice, StageChoice};
 
 /// Serve a model.
 #[derive(Clone, Debug, Default, PartialEq, Args, Serialize, Deserialize)]
@@ -31,7 +32,8 @@ pub struct ServeArgs {
     /// Where tensors live: cpu, or a GPU as cuda:0, whose libraries are loaded when it is asked for [default: cpu]
     #[arg(long, value_name = "DEVICE", help_heading = "Model")]
     pub device: Option<DeviceChoice>,
-    /// Where weights come from: auto (the checkpoint) or dummy (random, for benchmarks) [default: auto]
+    /// Where weights come from: auto (the checkpoint) or dummy (random, for benchmarks); the same on both roles
+    /// [default: auto]
     #[arg(long, value_name = "FORMAT", help_heading = "Model")]
     pub load_format: Option<LoadFormat>,
     /// Seed of dummy weights; the same on both roles [default: 0]
@@ -102,7 +104,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "KIND", help_heading = "FFN")]
     pub link: Option<LinkChoice>,
     /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]
-    #[arg(long, value_name = "SIDE", value_parser = parse_gate, help_heading = "FFN")]
+    #[arg(long, value_name = "SIDE", help_heading = "FFN")]
     pub gate: Option<GatePlacement>,
     /// File that says which shard has which experts (JSON or TOML), as ffn-svc place makes it; the same on both roles
     /// [default: contiguous parts]

@@ -1,8 +1,6 @@
 //! Options that are one of a few words.
-use std::fmt;
 use std::str::FromStr;
 
-use afd_common::identity::GatePlacement;
 use afd_common::link::LinkKind;
 use afd_common::net::is_address;
 use serde::{Deserialize, Serialize};
@@ -37,7 +35,7 @@ impl FromStr for FfnTarget {
         }
         let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
         if let Some(name) = names.iter().find(|name| !is_address(name)) {
-            return Err(format!("{name:?} is no address; write host:port, announced or local"));
+            return Err(format!("{name:?} is no address; expected host:port, announced or local"));
         }
         match names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
             Some((_, name)) => Err(format!("{name:?} is given twice")),
@@ -92,7 +90,7 @@ impl FromStr for StageChoice {
         match (text, text.parse()) {
             ("auto", _) => Ok(Self::Auto),
             (_, Ok(count @ 1..=4)) => Ok(Self::Fixed(count)),
-            _ => Err(format!("is {text}; must be 1 to 4, or auto")),
+            _ => Err(format!("{text:?} is no number of stages; expected 1 to 4, or auto")),
         }
     }
 }
@@ -177,38 +175,6 @@ impl FromStr for LinkChoice {
     }
 }
 
-/// Where weights come from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LoadFormat {
-    /// The checkpoint.
-    #[default]
-    Auto,
-    /// Made up.
-    Dummy,
-}
-
-impl FromStr for LoadFormat {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "dummy" => Ok(Self::Dummy),
-            other => Err(format!("{other:?} is no load format; known are auto and dummy")),
-        }
-    }
-}
-
-impl fmt::Display for LoadFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Dummy => "dummy",
-        })
-    }
-}
-
 /// What of a GPU's steps is captured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -229,14 +195,5 @@ impl FromStr for GraphMode {
             "decode" => Ok(Self::Decode),
             other => Err(format!("{other:?} is no graph mode; known are none and decode")),
         }
-    }
-}
-
-/// `--gate`.
-pub(super) fn parse_gate(text: &str) -> Result<GatePlacement, String> {
-    match text {
-        "ffn" => Ok(GatePlacement::Ffn),
-        "attention" => Ok(GatePlacement::Attention),
-        other => Err(format!("{other:?} is no side; known are ffn and attention")),
     }
 }

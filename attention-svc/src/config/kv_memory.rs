@@ -1,7 +1,6 @@
 //! How large the KV cache is, and how long a sequence may be with it. Pure but for [`KvMemory::of_machine`].
+use afd_common::config::option::{OptionError, refuse};
 use afd_common::config::units::ByteSize;
-
-use super::{OptionError, refuse};
 
 /// Most that is taken of a machine's memory without being asked.
 const AUTO_BYTES: u64 = 4 << 30;

@@ -5,6 +5,7 @@ use clap::Parser;
 use super::*;
 use crate::cli::{Cli, Command};
 use crate::scheduler::Phase;
+use afd_common::config::units::ByteSize;
 
 fn parse(args: &[&str]) -> Result<ServeConfig, String> {
     let all = ["attention-svc", "serve"].iter().chain(args);

@@ -4,10 +4,11 @@
 //! not go together, pure) → `report` (table and JSON). Latency and bandwidth are of the way from where it runs: run it
 //! beside the attention rank to see that rank's.
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
+use afd_common::config::option::refuse;
 use afd_common::config::units::Span;
+use afd_common::process::exit::Exit;
 use clap::Args;
 use ffn_svc::probe::dial::{TlsOptions, Token};
 
@@ -52,11 +53,11 @@ pub struct DoctorArgs {
     json: Option<PathBuf>,
 }
 
-/// Looks, prints. Exit code 0 when nothing is wrong, 1 when something is.
+/// Looks, prints. [`Exit::Done`] when nothing is wrong, [`Exit::Failed`] when something is.
 ///
 /// # Errors
 /// A file of the options cannot be read or written: what is wrong with a deployment is an answer.
-pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
+pub async fn run(args: DoctorArgs) -> anyhow::Result<Exit> {
     let look = Look {
         tls: args.tls.load()?,
         api_token: Token::read("--api-key-file", args.api_key_file.as_deref())?,
@@ -73,13 +74,13 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     match &args.json {
         Some(_) if to_stdout => println!("{json:#}"),
         Some(path) => std::fs::write(path, format!("{json:#}\n"))
-            .map_err(|error| anyhow::anyhow!("--json {}: {error}", path.display()))?,
+            .or_else(|error| refuse("--json", format!("{}: {error}", path.display())))?,
         None => {}
     }
     if !to_stdout {
         print!("{}", report::text(&seen, &findings));
     }
-    Ok(if findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if findings.is_empty() { Exit::Done } else { Exit::Failed })
 }
 
 /// Addresses that attention ranks say they use, each once.

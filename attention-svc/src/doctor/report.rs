@@ -36,7 +36,10 @@ fn row(seen: &Seen) -> Vec<String> {
     match &seen.found {
         Found::Attention(rank) => {
             let ready = if rank.info.not_ready.is_empty() { "" } else { " (not ready)" };
-            let in_use: Vec<&str> = rank.info.ffn_peers.iter().map(|peer| peer.link.as_str()).collect();
+            let mut in_use: Vec<&str> = rank.info.ffn_peers.iter().map(|peer| peer.link.as_str()).collect();
+            if in_use.is_empty() {
+                in_use.push("none");
+            }
             let model = rank.info.model.clone().unwrap_or_default();
             cells.extend([
                 name(rank.info.identity.as_ref()) + ready,

@@ -183,6 +183,7 @@ fn links_without_a_kind_in_common_and_ranks_that_are_not_used() {
         faults[0].sentence.contains("asks for tcp") && faults[0].sentence.contains("offers shm, cuda-ipc")
     );
     let seen = deployment(|a, _, _| a.info.ffn_peers.truncate(0));
+    assert!(report::text(&seen, &[]).contains("(in use: none)"));
     let faults: Vec<_> = diagnose(&seen, MAX_SKEW).into_iter().map(|finding| finding.fault).collect();
     assert_eq!(faults, [Fault::Unused, Fault::Unused]);
 }

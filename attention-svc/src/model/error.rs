@@ -1,5 +1,6 @@
 //! Why attention cannot be loaded or computed.
 use afd_common::ids::LayerIdx;
+use afd_common::process::exit::Exit;
 use afd_common::weights::WeightError;
 use afd_ffi::cpu_attention::ShapeError;
 
@@ -64,6 +65,16 @@ pub enum ModelError {
         /// libtorch's words.
         source: tch::TchError,
     },
+}
+
+impl ModelError {
+    /// How a process ends that cannot load a model for this reason.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Weights(_) | Self::Unsupported { .. } | Self::CacheMemory { .. } => Exit::Unusable,
+            _ => Exit::Failed,
+        }
+    }
 }
 
 /// Says where an operation failed.

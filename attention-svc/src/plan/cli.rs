@@ -1,8 +1,8 @@
 //! `attention-svc plan` and `attention-svc plan calibrate`: options to a request, an answer to the terminal.
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
+use afd_common::config::option::OptionError;
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 
@@ -54,7 +54,7 @@ struct CalibrateArgs {
     #[arg(long, value_name = "FILE", required = true)]
     points: Vec<PathBuf>,
     /// Name of the new profile [default: the old one's, "calibrated"]
-    #[arg(long)]
+    #[arg(long, value_name = "NAME")]
     name: Option<String>,
 }
 
@@ -62,37 +62,37 @@ struct CalibrateArgs {
 #[derive(Debug, Args)]
 struct Subject {
     /// A config.json, a folder that holds one, or a built-in name (see `plan list`)
-    #[arg(long, required = true)]
+    #[arg(long, value_name = "MODEL", required = true)]
     model: Option<String>,
     /// A profile.toml or a built-in name (see `plan list`)
-    #[arg(long, required = true)]
+    #[arg(long, value_name = "PROFILE", required = true)]
     hardware: Option<String>,
     /// Mean length of a sequence while it is decoded, tokens (k = 1024)
-    #[arg(long, required = true, value_parser = parse_tokens)]
+    #[arg(long, value_name = "TOKENS", required = true, value_parser = parse_tokens)]
     context: Option<u64>,
     /// How rows find experts
-    #[arg(long, value_enum, default_value_t = Exchange::Routed)]
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Exchange::Routed)]
     exchange: Exchange,
     /// Element type of attention weights [default: the checkpoint's]
-    #[arg(long, value_enum)]
+    #[arg(long, value_name = "TYPE", value_enum)]
     attention_weights: Option<ElementType>,
     /// Element type of FFN weights [default: the checkpoint's]
-    #[arg(long, value_enum, hide_possible_values = true)]
+    #[arg(long, value_name = "TYPE", value_enum, hide_possible_values = true)]
     ffn_weights: Option<ElementType>,
     /// Element type of the KV cache
-    #[arg(long, value_enum, default_value_t = ElementType::Bf16, hide_possible_values = true)]
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = ElementType::Bf16, hide_possible_values = true)]
     kv: ElementType,
     /// Element type of rows towards the FFN
-    #[arg(long, value_enum, default_value_t = ElementType::Bf16, hide_possible_values = true)]
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = ElementType::Bf16, hide_possible_values = true)]
     dispatch: ElementType,
     /// Element type of rows back
-    #[arg(long, value_enum, default_value_t = ElementType::Bf16, hide_possible_values = true)]
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = ElementType::Bf16, hide_possible_values = true)]
     combine: ElementType,
     /// Rows of the busiest FFN rank over the mean, at least 1
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, value_name = "RATIO", default_value_t = 1.0)]
     imbalance: f64,
     /// Tokens a step gives a sequence (above 1 with multi-token prediction)
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, value_name = "N", default_value_t = 1.0)]
     tokens_per_step: f64,
 }
 
@@ -101,53 +101,53 @@ struct Question {
     #[command(flatten)]
     subject: Subject,
     /// Longest time per output token, ms
-    #[arg(long, required = true)]
+    #[arg(long, value_name = "MS", required = true)]
     tpot_ms: Option<f64>,
     /// Devices there are
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, value_name = "N", default_value_t = 64)]
     gpus: u32,
     /// Sequences to decode in all [default: as many as fit]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     concurrency: Option<u32>,
     /// Most stages a step may be split into
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 4)]
     max_stages: u32,
     /// Layouts of each kind to show
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, value_name = "N", default_value_t = 5)]
     top: usize,
     /// Also answer for these contexts
-    #[arg(long, value_delimiter = ',', value_parser = parse_tokens)]
+    #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', value_parser = parse_tokens)]
     sweep_context: Vec<u64>,
     /// Also answer for these targets, ms
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "MS,…", value_delimiter = ',')]
     sweep_tpot_ms: Vec<f64>,
     /// Also answer for these numbers of devices
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "N,…", value_delimiter = ',')]
     sweep_gpus: Vec<u32>,
     /// Also say what better links, memory or compute would change
     #[arg(long)]
     sensitivity: bool,
 }
 
-/// Answers and prints. Exit code 0 for an answer, whichever it is.
+/// Answers and prints; whichever answer it is, it is none of the errors.
 ///
 /// # Errors
 /// What was wrong with model, profile or limits, with the nearest feasible answer.
-pub fn run(args: PlanArgs) -> anyhow::Result<ExitCode> {
+pub fn run(args: PlanArgs) -> anyhow::Result<()> {
+    // What comes out depends on nothing but what was given.
+    let as_given = |error: anyhow::Error| OptionError::Whole(format!("{error:#}"));
     let text = match args.command {
-        Some(PlanCommand::Calibrate(calibrate)) => calibrated(calibrate)?,
-        Some(PlanCommand::Check { file }) => checked(&file)?,
-        Some(PlanCommand::List) => listed(),
-        None => {
-            let plan = Plan::make(args.question.into_request()?)?;
-            if let Some(path) = &args.svg {
-                std::fs::write(path, drawn(&plan)).with_context(|| format!("--svg {}", path.display()))?;
-            }
-            if args.json { serde_json::to_string_pretty(&plan)? + "\n" } else { report::table(&plan) }
+        Some(PlanCommand::Calibrate(calibrate)) => calibrated(calibrate).map_err(as_given)?,
+        Some(PlanCommand::Check { file }) => {
+            let plan = read_plan(&file).map_err(as_given)?;
+            plan.check()?;
+            format!("{} layouts give what the plan says\n", plan.afd.len() + plan.colocated.len())
         }
+        Some(PlanCommand::List) => listed(),
+        None => answered(args).map_err(as_given)?,
     };
     std::io::stdout().lock().write_all(text.as_bytes())?;
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 impl Subject {
@@ -223,11 +223,17 @@ fn calibrated(args: CalibrateArgs) -> anyhow::Result<String> {
     Ok(profile.to_toml()?)
 }
 
-fn checked(file: &std::path::Path) -> anyhow::Result<String> {
+fn read_plan(file: &std::path::Path) -> anyhow::Result<Plan> {
     let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
-    let plan = Plan::from_json(&text)?;
-    plan.check()?;
-    Ok(format!("{} layouts give what the plan says\n", plan.afd.len() + plan.colocated.len()))
+    Ok(Plan::from_json(&text)?)
+}
+
+fn answered(args: PlanArgs) -> anyhow::Result<String> {
+    let plan = Plan::make(args.question.into_request()?)?;
+    if let Some(path) = &args.svg {
+        std::fs::write(path, drawn(&plan)).with_context(|| format!("--svg {}", path.display()))?;
+    }
+    Ok(if args.json { serde_json::to_string_pretty(&plan)? + "\n" } else { report::table(&plan) })
 }
 
 fn listed() -> String {

@@ -6,10 +6,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::process::exit::Exit;
 use clap::Args;
 
 pub mod chrome;
 pub mod route;
+
+use crate::served;
 
 /// Added to the server's own limit, for the answer to travel.
 const FOR_THE_WAY: Duration = Duration::from_secs(10);
@@ -18,7 +21,7 @@ const FOR_THE_WAY: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, Args)]
 pub struct ProfileArgs {
     /// Attention rank to look at, such as http://127.0.0.1:8000
-    #[arg(long, value_name = "URL", required = true)]
+    #[arg(long, value_name = "URL", required = true, value_parser = served::url)]
     url: String,
     /// Steps to record; they need requests to run for
     #[arg(long, value_name = "N", default_value_t = 20)]
@@ -57,6 +60,16 @@ pub enum ProfileError {
     },
 }
 
+impl ProfileError {
+    /// How the process ends with it.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Server { .. } => Exit::Failed,
+            Self::File { .. } => Exit::Unusable,
+        }
+    }
+}
+
 /// Asks for the timeline and writes it.
 ///
 /// # Errors
@@ -77,7 +90,7 @@ pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
     let status = answer.status();
     let text = answer.text().await.map_err(|error| failed(error.to_string()))?;
     if !status.is_success() {
-        return Err(failed(format!("{status}: {text}")));
+        return Err(failed(served::refusal(status, &text)));
     }
     std::fs::write(&args.out, &text).map_err(|source| file("--out", &args.out, source))?;
     println!("{} bytes written to {}; open it at https://ui.perfetto.dev", text.len(), args.out.display());

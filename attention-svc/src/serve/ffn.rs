@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use afd_common::config::device::DeviceChoice;
+use afd_common::config::option::refuse;
 use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
@@ -76,14 +77,12 @@ pub(super) async fn open(
     match &config.ffn.target {
         FfnTarget::Local if let Some(gpu) = &loaded.gpu => {
             if loaded.experts.routing == Routing::Balanced {
-                return Err(ServeError::LocalFfn(
-                    "--routing balanced needs an FFN engine: --device cpu, or FFN ranks".into(),
-                ));
+                let what = "is balanced, which needs an FFN engine: --device cpu, or FFN ranks";
+                return Ok(refuse("--routing", what)?);
             }
             let gate = loaded.experts.gate;
             let model =
-                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(gpu.device()))
-                    .map_err(|error| ServeError::LocalFfn(error.to_string()))?;
+                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(gpu.device()))?;
             let port = LocalFfn::new(gpu.device(), gpu.stream(), model)?;
             Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
         }
@@ -91,7 +90,7 @@ pub(super) async fn open(
             let engine = local_engine(loaded, max_rows)?;
             let spans = &config.trace.spans;
             let (way, traces) = connect::in_process(&engine, port, credits, max_rows, spans)
-                .map_err(|e| ServeError::LocalFfn(e.to_string()))?;
+                .map_err(|e| ServeError::LocalEngine(e.to_string()))?;
             Ok((way, Running::Local { engine: Box::new(engine), traces }))
         }
         FfnTarget::Remote(names) => {
@@ -122,7 +121,10 @@ pub(super) async fn open(
 }
 
 fn local_engine(loaded: &Loaded, max_rows: u32) -> Result<FfnEngine, ServeError> {
-    let (model, routing) = (local_model(loaded)?, loaded.experts.routing);
+    // One shard has every expert, whatever a placement says. Attention and FFN work in turn, on the same threads.
+    let model = FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, loaded.experts.gate)?
+        .on_crew(Arc::clone(loaded.attention.crew()));
+    let routing = loaded.experts.routing;
     // Its numbers are not shown: in this mode there is no FFN rank to look at.
     let metrics = FfnEngineMetrics::new(&Metrics::new())?;
     let options = EngineOptions {
@@ -133,14 +135,7 @@ fn local_engine(loaded: &Loaded, max_rows: u32) -> Result<FfnEngine, ServeError>
         board: Duration::ZERO,
         routing,
     };
-    ffn_svc::engine::spawn(model, options).map_err(|error| ServeError::LocalFfn(error.to_string()))
-}
-
-/// One shard has every expert, whatever a placement says. Attention and FFN work in turn, on the same threads.
-fn local_model(loaded: &Loaded) -> Result<FfnModel, ServeError> {
-    FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, loaded.experts.gate)
-        .map(|model| model.on_crew(Arc::clone(loaded.attention.crew())))
-        .map_err(|error| ServeError::LocalFfn(error.to_string()))
+    ffn_svc::engine::spawn(model, options).map_err(|error| ServeError::LocalEngine(error.to_string()))
 }
 
 /// This process, as FFN ranks and others get to know it.

@@ -4,14 +4,20 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use afd_common::config::device::DeviceError;
 use afd_common::net::{Drained, Listener, NetError, Options, Tokens};
+use afd_common::process::address_file::{self, AddressFileError};
+use afd_common::process::exit::Exit;
+use afd_common::process::stop::Told;
 use afd_common::proto::v1;
 use afd_common::telemetry::{MetricError, Metrics};
 use afd_gpu::GpuError;
+use ffn_svc::model::FfnModelError;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -42,16 +48,11 @@ pub enum ServeError {
     #[error(transparent)]
     Option(#[from] OptionError),
     /// The port.
-    #[error("--listen: {0}")]
+    #[error("--listen {0}")]
     Net(#[from] NetError),
     /// `--address-file`
-    #[error("--address-file {path}: {source}")]
-    AddressFile {
-        /// Which file.
-        path: String,
-        /// The system's own words.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    AddressFile(#[from] AddressFileError),
     /// The device.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -62,20 +63,28 @@ pub enum ServeError {
     #[error("--device: {0}")]
     Kernels(#[from] NoKernels),
     /// The checkpoint's configuration.
-    #[error("--model: {0}")]
+    #[error(transparent)]
     Config(#[from] ConfigError),
     /// The checkpoint's tensors.
-    #[error("--model: {0}")]
+    #[error(transparent)]
     Weights(#[from] WeightError),
     /// The attention half of the model.
-    #[error("--model: {0}")]
+    #[error(transparent)]
     Model(#[from] ModelError),
     /// The tokenizer or the chat template.
-    #[error("--model: {0}")]
+    #[error(transparent)]
     Text(#[from] TextError),
     /// `generation_config.json`
-    #[error("--model: {0}")]
+    #[error("{0}")]
     Generation(String),
+    /// One of these, and which checkpoint it is about.
+    #[error("--model {folder}: {source}")]
+    Checkpoint {
+        /// As given.
+        folder: String,
+        /// What is wrong with it.
+        source: Box<Self>,
+    },
     /// `--placement`
     #[error("--placement {path}: {what}")]
     Placement {
@@ -84,9 +93,12 @@ pub enum ServeError {
         /// What is wrong with it, by the names in it.
         what: String,
     },
-    /// The FFN half of the model, or its engine, in this process.
+    /// The FFN half of the model, in this process.
     #[error("--ffn local: {0}")]
-    LocalFfn(String),
+    LocalFfn(#[from] FfnModelError),
+    /// Its engine, in this process.
+    #[error("--ffn local: {0}")]
+    LocalEngine(String),
     /// FFN ranks did not come, or refused.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
@@ -108,15 +120,42 @@ pub enum ServeError {
 }
 
 impl ServeError {
-    /// Whether another command line would have helped.
-    pub fn is_usage(&self) -> bool {
-        matches!(
-            self,
+    /// With the checkpoint's folder, where that is what it is about.
+    fn of(self, folder: &Path) -> Self {
+        match self {
+            Self::Config(_) | Self::Weights(_) | Self::Model(_) | Self::Text(_) | Self::Generation(_) => {
+                Self::Checkpoint { folder: folder.display().to_string(), source: Box::new(self) }
+            }
+            other => other,
+        }
+    }
+
+    /// How the process ends with it.
+    pub fn exit(&self) -> Exit {
+        match self {
             Self::Option(_)
-                | Self::Placement { .. }
-                | Self::Device(_)
-                | Self::EngineStart(EngineStartError::Config(_))
-        )
+            | Self::AddressFile(_)
+            | Self::Device(_)
+            | Self::Config(_)
+            | Self::Weights(_)
+            | Self::Text(_)
+            | Self::Generation(_)
+            | Self::Placement { .. }
+            | Self::EngineStart(EngineStartError::Config(_)) => Exit::Unusable,
+            Self::Checkpoint { source, .. } => source.exit(),
+            Self::Model(error) => error.exit(),
+            Self::LocalFfn(error) => error.exit(),
+            Self::Net(_)
+            | Self::Gpu(_)
+            | Self::Kernels(_)
+            | Self::LocalEngine(_)
+            | Self::Directory(_)
+            | Self::EngineStart(EngineStartError::Thread(_))
+            | Self::EngineDied(_)
+            | Self::Metric(_)
+            | Self::Reflection(_)
+            | Self::Task(_) => Exit::Failed,
+        }
     }
 }
 
@@ -140,16 +179,19 @@ impl Server {
     /// [`ServeError`]; nothing is left running then.
     pub async fn start(config: ServeConfig) -> Result<Self, ServeError> {
         let begun = Instant::now();
-        // Before anything of libtorch is used.
-        config.model.device.load()?;
-        afd_ffi::process::set_compute_threads(config.capacity.threads);
         let listener = Listener::bind(config.address.listen).await?;
         let address = listener.address();
         let metrics = Metrics::new();
 
         let (model_config, capacity) = (config.model.clone(), config.capacity.clone());
         let ffn_config = config.ffn.clone();
-        let load = move || model::load(&model_config, &capacity, &ffn_config);
+        let load = move || {
+            // Before anything of libtorch is used.
+            model_config.device.load()?;
+            afd_ffi::process::set_compute_threads(capacity.threads);
+            let loaded = model::load(&model_config, &capacity, &ffn_config);
+            loaded.map_err(|error| error.of(&model_config.folder))
+        };
         let loaded = tokio::task::spawn_blocking(load).await??;
         let by = ffn::served_by(&config.ffn, config.model.device);
         let (way, ffn) = ffn::open(&config, &loaded, &by).await?;
@@ -205,7 +247,7 @@ impl Server {
         let readiness_task = readiness::follow(readiness.clone(), &engine, &stats, ffn.describe());
         let shown = config.address.advertise.clone().unwrap_or_else(|| address.to_string());
         if let Some(path) = &config.address.file {
-            write_address(path, &shown)?;
+            address_file::write(path, &shown)?;
         }
         tracing::info!(address = shown, took_ms = begun.elapsed().as_millis() as u64, "listening");
         Ok(Self {
@@ -231,15 +273,19 @@ impl Server {
     ///
     /// # Errors
     /// [`ServeError`] when it ended by itself.
-    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ServeError> {
+    pub async fn run(self, stop: impl Future<Output = Told>) -> Result<(), ServeError> {
+        let has_joined = AtomicBool::new(false);
         let joined = async {
             match self.ffn.wait_joined().await {
-                Ok(()) => std::future::pending().await,
+                Ok(()) => {
+                    has_joined.store(true, Relaxed);
+                    std::future::pending().await
+                }
                 Err(error) => error,
             }
         };
-        let ended: Result<(), ServeError> = tokio::select! {
-            () = stop => Ok(()),
+        let ended: Result<Told, ServeError> = tokio::select! {
+            told = stop => Ok(told),
             reason = self.engine.died() => Err(EngineDeath(reason).into()),
             error = joined => Err(error.into()),
         };
@@ -250,8 +296,15 @@ impl Server {
             }
             _ => self.readiness.send_replace(Readiness::Draining),
         };
-        let patience = if ended.is_ok() { self.drain_timeout } else { Duration::ZERO };
-        tracing::info!(running = self.engine.metrics().running.get(), limit = ?patience, "draining");
+        let begun = Instant::now();
+        // Requests that wait for FFN ranks which were never there would wait in vain.
+        let patience =
+            if ended.is_ok() && has_joined.load(Relaxed) { self.drain_timeout } else { Duration::ZERO };
+        if let Ok(told) = &ended {
+            let engine = self.engine.metrics();
+            let (running, waiting) = (engine.running.get(), engine.waiting.get());
+            tracing::info!(why = told.by(), running, waiting, limit = ?patience, "stopping");
+        }
         self.engine.drain(Instant::now() + patience);
         let thread = self.engine_thread;
         let engine_end = tokio::task::spawn_blocking(move || thread.join()).await?;
@@ -261,10 +314,11 @@ impl Server {
         if drained.cut > 0 {
             tracing::warn!(connections = drained.cut, "connections were cut");
         }
+        tracing::info!(took_ms = begun.elapsed().as_millis() as u64, "stopped");
         match (ended, engine_end) {
             (Err(error), _) => Err(error),
-            (Ok(()), Ok(end)) => Ok(end?),
-            (Ok(()), Err(_)) => Err(EngineDeath("its thread panicked".into()).into()),
+            (Ok(_), Ok(end)) => Ok(end?),
+            (Ok(_), Err(_)) => Err(EngineDeath("its thread panicked".into()).into()),
         }
     }
 }
@@ -276,13 +330,4 @@ fn peers(config: &ServeConfig, identity: v1::Identity, fingerprint: String) -> P
     let token = token.parse().ok().filter(|_| !config.ffn.join_token.is_empty());
     let PeersConfig { names, tls } = config.peers.clone();
     Peers::new(PeerSettings { names, tls, token, identity, fingerprint })
-}
-
-/// Writes the whole line or nothing: a reader never sees half an address.
-fn write_address(path: &Path, address: &str) -> Result<(), ServeError> {
-    let failed = |source| ServeError::AddressFile { path: path.display().to_string(), source };
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(format!(".{}", std::process::id()));
-    std::fs::write(&beside, format!("{address}\n")).map_err(failed)?;
-    std::fs::rename(&beside, path).map_err(failed)
 }

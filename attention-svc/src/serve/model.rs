@@ -2,6 +2,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use afd_common::config::choices::LoadFormat;
 use afd_common::config::model::{FfnConfig, ModelConfig, Selection};
 use afd_common::frame::{RowType, SideKind};
 use afd_common::identity::{self, ExpertRules, GatePlacement};
@@ -12,7 +13,7 @@ use afd_common::weights::Weights;
 
 use super::ServeError;
 use crate::api::ServedModel;
-use crate::config::{CapacityConfig, FfnTarget, KvMemory, KvPlan, LoadFormat, ModelSource, ServeConfig};
+use crate::config::{CapacityConfig, FfnTarget, KvMemory, KvPlan, ModelSource, ServeConfig};
 use crate::device::Gpu;
 use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};

@@ -35,6 +35,13 @@ pub fn set_compute_threads(threads: usize) {
     tch::set_num_threads(i32::try_from(threads.max(1)).unwrap_or(i32::MAX));
 }
 
+/// Ends the process now, as the system would: no destructor of libtorch's runs, which must not while another thread still
+/// computes. What was written to standard error is there; what is buffered elsewhere is lost.
+pub fn end_at_once(code: u8) -> ! {
+    // SAFETY: `_exit` takes any number, touches nothing of this process's memory and does not return.
+    unsafe { libc::_exit(i32::from(code)) }
+}
+
 /// Names the calling thread, for debuggers and `top -H`. Cut to 15 bytes.
 pub fn name_this_thread(name: &str) {
     let mut bytes = [0u8; 16];

@@ -8,7 +8,7 @@ use super::tls::{Identity, ServerTls};
 
 /// An option that cannot be used as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{option}: {what}")]
+#[error("{option} {what}")]
 pub struct AccessError {
     /// As on the command line.
     pub option: &'static str,

@@ -62,7 +62,7 @@ impl Default for LogConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// The filter cannot be read.
-    #[error("log filter {filter:?}: {what}")]
+    #[error("--log-level {filter:?}: {what}")]
     Filter {
         /// As configured.
         filter: String,

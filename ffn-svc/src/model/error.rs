@@ -1,6 +1,7 @@
 //! Why the FFN of a layer cannot be loaded or computed.
 use afd_common::frame::SideKind;
 use afd_common::ids::LayerIdx;
+use afd_common::process::exit::Exit;
 use afd_common::weights::WeightError;
 use tch::TchError;
 
@@ -107,6 +108,16 @@ pub enum FfnModelError {
         /// libtorch's words.
         source: TchError,
     },
+}
+
+impl FfnModelError {
+    /// How a process ends that cannot load a model for this reason.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Weights(_) | Self::Placement { .. } => Exit::Unusable,
+            _ => Exit::Failed,
+        }
+    }
 }
 
 /// Says where an operation failed.

@@ -2,9 +2,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use afd_common::net::client;
-use afd_common::net::tls::{ClientTls, Identity};
-use anyhow::{Context, anyhow};
+use afd_common::config::option::{OptionError, client_tls, own_certificate, refuse};
+use afd_common::net::tls::ClientTls;
+use afd_common::net::{TlsFiles, client};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
@@ -33,12 +33,10 @@ impl TlsOptions {
     ///
     /// # Errors
     /// Names the option and the file.
-    pub fn load(&self) -> anyhow::Result<Option<ClientTls>> {
-        let options = ["--tls-cert", "--tls-key"];
-        let named = |(option, what): (&str, String)| anyhow!("{option}: {what}");
-        let identity = Identity::of(self.tls_cert.clone(), self.tls_key.clone(), options).map_err(named)?;
-        let Some(ca) = &self.tls_ca else { return Ok(None) };
-        ClientTls::load(ca.clone(), identity).map(Some).map_err(|what| anyhow!("--tls-ca: {what}"))
+    pub fn load(&self) -> Result<Option<ClientTls>, OptionError> {
+        let files =
+            TlsFiles { certificate: self.tls_cert.clone(), key: self.tls_key.clone(), client_ca: None };
+        client_tls("--tls-ca", self.tls_ca.as_deref(), own_certificate(&files)?)
     }
 }
 
@@ -51,11 +49,14 @@ impl Token {
     ///
     /// # Errors
     /// Names the option and the file.
-    pub fn read(option: &str, path: Option<&Path>) -> anyhow::Result<Self> {
+    pub fn read(option: &'static str, path: Option<&Path>) -> Result<Self, OptionError> {
         let Some(path) = path else { return Ok(Self::default()) };
-        let named = || format!("{option} {}", path.display());
-        let token = std::fs::read_to_string(path).with_context(named)?;
-        Ok(Self(Some(format!("Bearer {}", token.trim()).parse().with_context(named)?)))
+        let token = std::fs::read_to_string(path).map_err(|error| error.to_string()).and_then(|text| {
+            let header = format!("Bearer {}", text.trim()).parse();
+            header.map_err(|_| "no header can carry what is in it".to_owned())
+        });
+        let named = |what| refuse(option, format!("{}: {what}", path.display()));
+        token.map(|token| Self(Some(token))).or_else(named)
     }
 }
 
@@ -68,7 +69,7 @@ impl Interceptor for Token {
     }
 }
 
-/// Connects to `address`, host:port.
+/// Connects to `address`, host:port, and waits for its greeting.
 ///
 /// # Errors
 /// One line that says why not.

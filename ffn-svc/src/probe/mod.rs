@@ -3,21 +3,21 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::net::client::words;
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
-use anyhow::{Context, anyhow, bail};
+use anyhow::{anyhow, bail};
 use serde_json::json;
 use tokio::time::timeout;
-use tonic::Code;
-use tonic_health::pb::HealthCheckRequest;
-use tonic_health::pb::health_check_response::ServingStatus;
-use tonic_health::pb::health_client::HealthClient;
+use tonic::{Code, Status};
 
 pub mod dial;
 pub mod edge;
+pub mod ready;
 
 use dial::{DialedChannel, TlsOptions, Token};
 use edge::Edge;
+use ready::check_ready;
 
 /// Options of `ffn-svc probe`.
 #[derive(Clone, Debug, clap::Args)]
@@ -61,16 +61,29 @@ pub async fn probe(options: &ProbeOptions) -> anyhow::Result<String> {
     let token = Token::read("--join-token-file", options.join_token_file.as_deref())?;
     let asked = async {
         let channel = dial::dial(address, tls.as_ref(), &token, patience).await;
-        ask(options, channel.map_err(|error| anyhow!("cannot connect: {error}"))?).await
+        ask(options, channel.map_err(|error| anyhow!("cannot be reached: {error}"))?).await
     };
+    about(address, patience, asked).await
+}
+
+/// What `asked` comes to within `patience`, as a sentence about `address`.
+///
+/// # Errors
+/// The sentence goes on behind the address.
+pub async fn about<T>(
+    address: &str,
+    patience: Duration,
+    asked: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
     match timeout(patience, asked).await {
-        Ok(answer) => answer.with_context(|| address.clone()),
+        Ok(answer) => answer.map_err(|what| anyhow!("{address} {what:#}")),
         Err(_) => bail!("{address} did not answer within {patience:?} (--timeout-ms)"),
     }
 }
 
 async fn ask(options: &ProbeOptions, channel: DialedChannel) -> anyhow::Result<String> {
-    check_ready(channel.clone()).await?;
+    check_ready(channel.clone(), v1::Role::Ffn).await?;
+    let refused = |status: &Status| anyhow!("answers with an error: {} ({:?})", words(status), status.code());
     let mut stages = LayerStageServiceClient::new(channel.clone());
     let described = match stages.describe(v1::DescribeRequest {}).await {
         Ok(described) => described.into_inner(),
@@ -81,33 +94,10 @@ async fn ask(options: &ProbeOptions, channel: DialedChannel) -> anyhow::Result<S
                 status.message()
             ));
         }
-        Err(status) => return Err(status.into()),
+        Err(status) => return Err(refused(&status)),
     };
-    let edge = edge::measure(channel, options.json).await?;
+    let edge = edge::measure(channel, options.json).await.map_err(|status| refused(&status))?;
     Ok(if options.json { json(options, &described, &edge) } else { sentence(options, &described, &edge) })
-}
-
-/// Asks for the health of whatever is at the other end: of either role.
-///
-/// # Errors
-/// When it is not ready, or its words when it does not know the question.
-pub async fn check_ready(channel: DialedChannel) -> anyhow::Result<()> {
-    let asked = HealthCheckRequest { service: "ready".into() };
-    let mut client = HealthClient::new(channel);
-    let mut answer = client.check(asked.clone()).await;
-    // A port that closes at once, with a word why, may have done so before the question left; the word is then lost, and
-    // said again on the next connection.
-    for _ in 0..3 {
-        match &answer {
-            Err(status) if status.code() == Code::Cancelled => answer = client.check(asked.clone()).await,
-            _ => break,
-        }
-    }
-    let status = answer.context("health")?.into_inner().status();
-    if status != ServingStatus::Serving {
-        bail!("not ready: {}", status.as_str_name());
-    }
-    Ok(())
 }
 
 fn sentence(options: &ProbeOptions, described: &v1::DescribeResponse, edge: &Edge) -> String {

@@ -8,6 +8,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::registry::Place;
 use super::sessions::Sessions;
 use super::steps;
 use super::stream_links::is_stream_driven;
@@ -35,8 +36,9 @@ impl FfnControlService for Control {
         let peer = request.remote_addr();
         let request = request.into_inner();
         self.sessions.join(&request).map(Response::new).inspect_err(|status| {
-            let who = request.identity.as_ref().map(|identity| (identity.deployment.as_str(), identity.rank));
-            tracing::warn!(?peer, ?who, why = status.message(), "join refused");
+            let who = request.identity.as_ref().map(Place::of).map(|place| place.to_string());
+            let from = peer.map(|peer| peer.to_string());
+            tracing::warn!(from, peer = who, why = status.message(), "join refused");
         })
     }
 

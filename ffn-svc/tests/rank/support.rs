@@ -9,6 +9,7 @@ use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
 use afd_common::link::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkKind, inline};
 use afd_common::net::{Listener, client};
+use afd_common::process::stop::Told;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::v1::steps_response::Message;
@@ -86,6 +87,7 @@ impl Rank {
         let (address, drain) = (server.address(), config.drain);
         let asked = async {
             let _ = stopped.await;
+            Told::Terminate
         };
         let task = tokio::spawn(server.run(asked, drain));
         Self { address, metrics, stop: Some(stop), task }

@@ -1,0 +1,77 @@
+//! The way to the FFN.
+use std::path::PathBuf;
+use std::time::Duration;
+
+use afd_common::config::device::DeviceChoice;
+use afd_common::config::option::{OptionError, client_tls, deployment, join_token, refuse};
+use afd_common::identity::GatePlacement;
+use afd_common::net::tls::{ClientTls, Identity};
+use afd_common::routing::Routing;
+
+use super::{FfnTarget, LinkChoice, ServeArgs, time};
+
+/// The way to the FFN.
+#[derive(Clone, Debug)]
+pub struct FfnConfig {
+    /// Where it is.
+    pub target: FfnTarget,
+    /// This attention rank.
+    pub rank: u32,
+    /// 1 to 128 characters.
+    pub deployment: String,
+    /// How rows travel.
+    pub link: LinkChoice,
+    /// Which side routes.
+    pub gate: GatePlacement,
+    /// Where experts are, unless in contiguous parts.
+    pub placement: Option<PathBuf>,
+    /// Who chooses them.
+    pub routing: Routing,
+    /// Empty when there is none.
+    pub join_token: String,
+    /// In the clear without.
+    pub tls: Option<ClientTls>,
+    /// For every shard to have joined.
+    pub join_timeout: Duration,
+    /// For an answer or progress.
+    pub hop_timeout: Duration,
+    /// For a replacement.
+    pub loss_timeout: Duration,
+}
+
+impl FfnConfig {
+    pub(super) fn new(args: &ServeArgs) -> Result<Self, OptionError> {
+        let Some(target) = args.ffn.clone() else {
+            return refuse("--ffn", "is missing: give the addresses of FFN ranks, or local");
+        };
+        if args.link.is_some_and(LinkChoice::needs_gpu)
+            && args.device.unwrap_or_default() == DeviceChoice::Cpu
+        {
+            return refuse("--link", "needs attention on a GPU (--device cuda:0)");
+        }
+        Ok(Self {
+            target,
+            rank: args.rank.unwrap_or(0),
+            deployment: deployment(args.deployment.as_deref())?,
+            link: args.link.unwrap_or_default(),
+            gate: args.gate.unwrap_or_default(),
+            placement: args.placement.clone(),
+            routing: args.routing.unwrap_or_default(),
+            join_token: join_token(args.join_token_file.as_deref())?.unwrap_or_default(),
+            tls: ffn_tls(args)?,
+            join_timeout: time("--join-timeout", args.join_timeout, 120)?,
+            hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,
+            loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
+        })
+    }
+}
+
+fn ffn_tls(args: &ServeArgs) -> Result<Option<ClientTls>, OptionError> {
+    let options = ["--ffn-tls-cert", "--ffn-tls-key"];
+    let identity = Identity::of(args.ffn_tls_cert.clone(), args.ffn_tls_key.clone(), options);
+    let identity = identity.or_else(|(option, what)| refuse(option, what))?;
+    if args.ffn_tls_ca.is_none() && identity.is_some() {
+        return refuse("--ffn-tls-ca", "is missing: without it FFN ranks are dialled in the clear");
+    }
+    client_tls("--ffn-tls-ca", args.ffn_tls_ca.as_deref(), identity)
+}

@@ -1,0 +1,191 @@
+//! What `ffn-svc serve` is told, checked once: [`options`](ServeOptions) from the command line and a file, and the
+//! [`Config`] that is left when both agree with themselves. Nothing else of the process reads options; nothing reads the
+//! environment.
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use afd_common::config::choices::LoadFormat;
+use afd_common::config::device::DeviceChoice;
+use afd_common::config::dtype::DtypeChoice;
+use afd_common::config::file;
+use afd_common::config::option::{
+    OptionError, addresses, at_least, client_tls, deployment, join_token, model_folder, own_certificate,
+    refuse, tensor_threads,
+};
+use afd_common::identity::GatePlacement;
+use afd_common::ids::Shard;
+use afd_common::net::tls::ClientTls;
+use afd_common::net::{Access, Gate, TlsFiles};
+use afd_common::routing::Routing;
+use afd_common::telemetry::{LogConfig, SpanSink};
+
+mod options;
+#[cfg(test)]
+mod tests;
+
+pub use options::ServeOptions;
+
+use crate::hop_queue::MAX_STAGES;
+use crate::session::handshake::JoinToken;
+
+/// Options that were checked.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Folder of the checkpoint; it exists.
+    pub model: PathBuf,
+    /// Address to listen on.
+    pub listen: SocketAddr,
+    /// Address for others, when it is another one.
+    pub advertise: Option<String>,
+    /// Where to write the real address.
+    pub address_file: Option<PathBuf>,
+    /// Part of every layer.
+    pub shard: Shard,
+    /// Index within the role.
+    pub rank: u32,
+    /// Deployment's name.
+    pub deployment: String,
+    /// Who routes.
+    pub gate: GatePlacement,
+    /// Where experts are, unless in contiguous parts.
+    pub placement: Option<PathBuf>,
+    /// Who chooses them.
+    pub routing: Routing,
+    /// Compute dtype.
+    pub dtype: DtypeChoice,
+    /// Where tensors live.
+    pub device: DeviceChoice,
+    /// Threads of one tensor operation, at least 1.
+    pub threads: usize,
+    /// Where weights come from.
+    pub load_format: LoadFormat,
+    /// Of dummy weights.
+    pub seed: u64,
+    /// At least 1.
+    pub max_tokens_per_stage: u32,
+    /// 1 to 4.
+    pub max_stages: u32,
+    /// At least 100 ms.
+    pub lease: Duration,
+    /// After SIGTERM.
+    pub drain: Duration,
+    /// Attention ranks to announce this rank to.
+    pub announce: AnnounceConfig,
+    /// What callers must present.
+    pub join_token: Option<JoinToken>,
+    /// Who may come.
+    pub access: Access,
+    /// How to log.
+    pub log: LogConfig,
+    /// Longest time that a hop waits for company.
+    pub board: Duration,
+    /// Added to the time of every batch.
+    pub inject_delay: Duration,
+    /// Where spans go: the environment's, and `main` sets it.
+    pub spans: SpanSink,
+}
+
+/// Attention ranks to announce a rank to.
+#[derive(Clone, Debug, Default)]
+pub struct AnnounceConfig {
+    /// `host:port` each; may be none.
+    pub to: Vec<String>,
+    /// They are dialled in the clear without.
+    pub tls: Option<ClientTls>,
+}
+
+impl ServeOptions {
+    /// These options, the rest from `--config`, the rest from defaults; checked.
+    ///
+    /// # Errors
+    /// [`OptionError`] names the option and its value.
+    pub fn resolve(self) -> Result<Config, OptionError> {
+        let given = match &self.config {
+            Some(path) => file::overlay(path, &self)?,
+            None => self,
+        };
+        let model = model_folder(given.model.as_deref())?.to_owned();
+        let listen = given.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 7001)));
+        addresses("--advertise", &given.advertise)?;
+        let join_token =
+            join_token(given.join_token_file.as_deref())?.and_then(|token| JoinToken::new(&token));
+        let files = TlsFiles {
+            certificate: given.tls_cert.clone(),
+            key: given.tls_key.clone(),
+            client_ca: given.tls_client_ca.clone(),
+        };
+        let announce = AnnounceConfig::new(&given, listen, &files)?;
+        let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
+        let log = LogConfig::default();
+        Ok(Config {
+            model,
+            access: Access::new(listen, files, gate, "--join-token-file", given.insecure.unwrap_or(false))?,
+            listen,
+            advertise: given.advertise,
+            address_file: given.address_file,
+            shard: given.shard.unwrap_or(Shard::WHOLE),
+            rank: given.rank.unwrap_or(0),
+            deployment: deployment(given.deployment.as_deref())?,
+            gate: given.gate.unwrap_or_default(),
+            placement: given.placement,
+            routing: given.routing.unwrap_or_default(),
+            dtype: given.dtype.unwrap_or_default(),
+            device: given.device.unwrap_or_default(),
+            threads: tensor_threads(given.threads)?,
+            load_format: given.load_format.unwrap_or_default(),
+            seed: given.seed.unwrap_or(0),
+            max_tokens_per_stage: at_least(
+                "--max-tokens-per-stage",
+                1,
+                given.max_tokens_per_stage.unwrap_or(8192),
+            )?,
+            max_stages: max_stages(given.max_stages)?,
+            lease: lease(given.lease_ms.unwrap_or(5000))?,
+            drain: given.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
+            announce,
+            join_token,
+            log: LogConfig {
+                format: given.log_format.unwrap_or(log.format),
+                filter: given.log_level.unwrap_or(log.filter),
+            },
+            board: board(given.board_ms.unwrap_or(0.0))?,
+            inject_delay: given.inject_delay.map_or(Duration::ZERO, |span| span.0),
+            spans: SpanSink::off(),
+        })
+    }
+}
+
+impl AnnounceConfig {
+    fn new(given: &ServeOptions, listen: SocketAddr, files: &TlsFiles) -> Result<Self, OptionError> {
+        let to = given.announce.clone().unwrap_or_default();
+        addresses("--announce", &to)?;
+        if !to.is_empty() && given.advertise.is_none() && listen.ip().is_unspecified() {
+            let what = "is missing: --announce needs a host:port, and --listen is every address";
+            return refuse("--advertise", what);
+        }
+        let (ca, identity) = (given.announce_tls_ca.as_deref(), own_certificate(files)?);
+        Ok(Self { to, tls: client_tls("--announce-tls-ca", ca, identity)? })
+    }
+}
+
+fn max_stages(given: Option<u32>) -> Result<u32, OptionError> {
+    match given.unwrap_or(u32::from(MAX_STAGES)) {
+        stages if (1..=u32::from(MAX_STAGES)).contains(&stages) => Ok(stages),
+        other => refuse("--max-stages", format!("is {other}; expected 1 to {MAX_STAGES}")),
+    }
+}
+
+fn lease(ms: u64) -> Result<Duration, OptionError> {
+    if (100..=3_600_000).contains(&ms) {
+        return Ok(Duration::from_millis(ms));
+    }
+    refuse("--lease-ms", format!("is {ms}; expected 100 to 3600000 (an hour)"))
+}
+
+fn board(ms: f64) -> Result<Duration, OptionError> {
+    if (0.0..=1000.0).contains(&ms) {
+        return Ok(Duration::from_secs_f64(ms / 1e3));
+    }
+    refuse("--board-ms", format!("is {ms}; expected 0 to 1000"))
+}

@@ -1,0 +1,84 @@
+use std::io::Write;
+
+use afd_common::frame::RowType;
+use afd_common::telemetry::LogFormat;
+use clap::Parser;
+
+use super::*;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    options: ServeOptions,
+}
+
+fn resolve(args: &[&str]) -> Result<Config, OptionError> {
+    Line::try_parse_from(std::iter::once(&"ffn-svc").chain(args)).unwrap().options.resolve()
+}
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
+}
+
+#[test]
+fn defaults_are_safe_and_the_command_line_wins_over_the_file() {
+    let config = resolve(&["--model", "."]).unwrap();
+    assert_eq!(config.listen, "127.0.0.1:7001".parse().unwrap());
+    assert_eq!((config.shard, config.max_stages, config.rank), (Shard::WHOLE, 4, 0));
+    let file = file(
+        "shard = \"1/3\"\nrank = 5\ndtype = \"bfloat16\"\nlog-format = \"json\"\nload-format = \"dummy\"",
+    );
+    let path = file.path().to_str().unwrap();
+    let config =
+        resolve(&["--model", ".", "--rank", "2", "--config", path, "--drain-timeout", "1m"]).unwrap();
+    assert_eq!(config.drain, Duration::from_secs(60));
+    assert_eq!((config.shard, config.rank), (Shard::new(1, 3).unwrap(), 2));
+    assert_eq!((config.dtype, config.log.format), (DtypeChoice::Fixed(RowType::Bf16), LogFormat::Json));
+    assert_eq!(config.load_format, LoadFormat::Dummy);
+}
+
+#[test]
+fn what_is_wrong_is_named_in_one_line() {
+    let message = |args: &[&str]| resolve(args).unwrap_err().to_string();
+    for wrong in ["x y", "ffn-0", "ffn 0:7001", "http://ffn-0:7001", "ffn-0:0", ":7001"] {
+        let expected = format!("--advertise is {wrong:?}; expected host:port");
+        assert_eq!(message(&["--model", ".", "--advertise", wrong]), expected);
+    }
+    assert!(resolve(&["--model", ".", "--advertise", "ffn-0:7001"]).is_ok());
+    assert!(message(&[]).starts_with("--model is missing"));
+    assert_eq!(message(&["--model", "/nowhere"]), "--model /nowhere is not there");
+    assert_eq!(message(&["--model", "Cargo.toml"]), "--model Cargo.toml is no folder");
+    assert!(message(&["--model", ".", "--threads", "0"]).starts_with("--threads is 0; expected 1 to "));
+    assert!(
+        message(&["--model", ".", "--threads", "99999"]).starts_with("--threads is 99999; expected 1 to ")
+    );
+    assert_eq!(message(&["--model", ".", "--max-stages", "5"]), "--max-stages is 5; expected 1 to 4");
+    assert_eq!(message(&["--model", ".", "--board-ms=-1"]), "--board-ms is -1; expected 0 to 1000");
+    assert!(message(&["--model", ".", "--lease-ms", "1"]).starts_with("--lease-ms is 1; expected 100"));
+    for (text, part) in [
+        ("colour = 1", "unknown field `colour`"),
+        ("shard = \"2/2\"", "expected I/N"),
+        ("rank = \"x\"", "`rank`"),
+    ] {
+        let file = file(text);
+        let message = message(&["--model", ".", "--config", file.path().to_str().unwrap()]);
+        assert!(message.starts_with("--config ") && message.contains(part), "{message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+    }
+    assert!(
+        message(&["--model", ".", "--join-token-file", "/nowhere"]).contains("--join-token-file /nowhere")
+    );
+    let empty = file(" \n");
+    let path = empty.path().to_str().unwrap();
+    assert!(message(&["--model", ".", "--join-token-file", path]).ends_with("nothing is in it"));
+}
+
+#[test]
+fn values_that_are_no_values_are_refused_by_the_parser() {
+    for args in [["--shard", "2/2"], ["--gate", "middle"], ["--dtype", "int4"], ["--listen", "here"]] {
+        let error = Line::try_parse_from(std::iter::once("ffn-svc").chain(args)).err().unwrap().to_string();
+        assert!(error.contains(args[0]) && error.contains(args[1]), "{error}");
+    }
+}
