@@ -12,6 +12,7 @@ use ffn_svc::probe::ready::check_ready;
 #[derive(Clone, Debug, Args)]
 pub struct ProbeArgs {
     /// Address of the rank, host:port
+    #[arg(value_parser = dial::address)]
     address: String,
     /// How long to wait for its answer, milliseconds
     #[arg(long, value_name = "MS", default_value_t = 3000)]

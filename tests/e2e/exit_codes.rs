@@ -217,6 +217,9 @@ fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
         ("attention-svc", vec!["profile", "--url", "http://127.0.0.1:1"], Exit::Failed, "127.0.0.1:1"),
         ("attention-svc", vec!["bench", "--url", "127.0.0.1:1"], Exit::Unusable, "http://127.0.0.1:8000"),
         ("attention-svc", vec!["profile", "--url", "127.0.0.1:1"], Exit::Unusable, "http://127.0.0.1:8000"),
+        ("ffn-svc", vec!["probe", "localhost"], Exit::Unusable, "host:port"),
+        ("attention-svc", vec!["probe", "localhost"], Exit::Unusable, "host:port"),
+        ("attention-svc", vec!["doctor", "--attention", "localhost"], Exit::Unusable, "host:port"),
         ("attention-svc", vec!["plan", "check", "/nowhere.json"], Exit::Unusable, "/nowhere.json"),
         (
             "ffn-svc",

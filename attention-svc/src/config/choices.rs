@@ -17,7 +17,7 @@ pub enum FfnTarget {
 
 /// In a file the addresses may be a list.
 #[derive(Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected addresses, one text or a list of them, or announced or local")]
 enum OneOrMany {
     One(String),
     Many(Vec<String>),
@@ -77,7 +77,7 @@ pub enum StageChoice {
 
 /// In a file a number needs no quotes.
 #[derive(Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected 1 to 4, or auto")]
 enum NumberOrWord {
     Number(usize),
     Word(String),

@@ -131,3 +131,21 @@ fn a_file_says_the_same_and_the_command_line_wins() {
         assert!(error.contains(part), "{error}");
     }
 }
+
+#[test]
+fn a_value_of_the_wrong_kind_in_a_file_is_told_in_words() {
+    for (line, expected) in [
+        ("ffn = 3", "`ffn`: expected addresses"),
+        ("stages = true", "`stages`: expected 1 to 4, or auto"),
+        ("join-timeout = [1]", "`join-timeout`: expected a number, or a text with a unit"),
+        ("kv-cache-memory = false", "`kv-cache-memory`: expected a number, or a text with a unit"),
+        ("listen = \"nonsense\"", "`listen`: "),
+        ("gate = \"middle\"", "`gate`: "),
+    ] {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        writeln!(file, "{line}").unwrap();
+        let error = parse(&["--config", file.path().to_str().unwrap()]).unwrap_err();
+        assert!(error.contains("line 1: ") && error.contains(expected), "{error}");
+        assert!(!error.contains("untagged"), "{error}");
+    }
+}

@@ -1,7 +1,6 @@
 //! What an address says of itself.
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use afd_common::net::client::words;
 use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
@@ -127,7 +126,8 @@ impl Look {
                 Ok(found) => return Ok(found),
                 Err(status) if is_other_role(&status) => {}
                 Err(status) => {
-                    return Err(format!("answers with an error: {} ({:?})", words(&status), status.code()));
+                    let option = if role == v1::Role::Ffn { "--join-token-file" } else { "--api-key-file" };
+                    return Err(dial::refusal(&status, option));
                 }
             }
         }

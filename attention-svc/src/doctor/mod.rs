@@ -10,7 +10,7 @@ use afd_common::config::option::refuse;
 use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
 use clap::Args;
-use ffn_svc::probe::dial::{TlsOptions, Token};
+use ffn_svc::probe::dial::{TlsOptions, Token, address};
 
 mod diagnose;
 mod look;
@@ -25,10 +25,12 @@ use look::{Look, Seen};
 #[derive(Clone, Debug, Args)]
 pub struct DoctorArgs {
     /// Attention ranks, host:port
-    #[arg(long, value_name = "ADDR,…", value_delimiter = ',', default_value = "127.0.0.1:8000")]
+    #[arg(
+        long, value_name = "ADDR,…", value_delimiter = ',', value_parser = address, default_value = "127.0.0.1:8000"
+    )]
     attention: Vec<String>,
     /// FFN ranks, host:port [default: those that the attention ranks use]
-    #[arg(long, value_name = "ADDR,…", value_delimiter = ',')]
+    #[arg(long, value_name = "ADDR,…", value_delimiter = ',', value_parser = address)]
     ffn: Vec<String>,
     /// How to get there
     #[command(flatten)]

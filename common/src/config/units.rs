@@ -25,7 +25,7 @@ pub struct BadQuantity {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a number, or a text with a unit such as 30s or 1GiB")]
 enum TextOrNumber {
     Text(String),
     Whole(u64),

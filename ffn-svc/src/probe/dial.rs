@@ -3,13 +3,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use afd_common::config::option::{OptionError, client_tls, own_certificate, refuse};
+use afd_common::net::client::words;
 use afd_common::net::tls::ClientTls;
-use afd_common::net::{TlsFiles, client};
+use afd_common::net::{TlsFiles, client, is_address};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Channel;
-use tonic::{Request, Status};
+use tonic::{Code, Request, Status};
 
 /// A channel whose every call carries the token, if there is one.
 pub type DialedChannel = InterceptedService<Channel, Token>;
@@ -66,6 +67,29 @@ impl Interceptor for Token {
             request.metadata_mut().insert("authorization", token.clone());
         }
         Ok(request)
+    }
+}
+
+/// What a rank's refusal is, as a sentence goes on behind its address; `token_option` names the token it may want.
+pub fn refusal(status: &Status, token_option: &str) -> String {
+    match (status.code(), words(status)) {
+        (Code::Unauthenticated, words) if words.contains("authorization") => {
+            format!("tells nothing without a token: {words} ({token_option})")
+        }
+        (Code::Unauthenticated, words) => format!("tells nothing: {words}"),
+        (code, words) => format!("answers with an error: {words} ({code:?})"),
+    }
+}
+
+/// An address on a command line.
+///
+/// # Errors
+/// What would do.
+pub fn address(text: &str) -> Result<String, String> {
+    if is_address(text) {
+        Ok(text.to_owned())
+    } else {
+        Err("expected host:port, such as 127.0.0.1:7001".into())
     }
 }
 

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use afd_common::net::client::words;
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
 use anyhow::{anyhow, bail};
@@ -23,6 +22,7 @@ use ready::check_ready;
 #[derive(Clone, Debug, clap::Args)]
 pub struct ProbeOptions {
     /// Address of the rank, host:port
+    #[arg(value_parser = dial::address)]
     pub address: String,
     /// How long to wait for all of its answers, milliseconds
     #[arg(long, value_name = "MS", default_value_t = 3000)]
@@ -83,7 +83,7 @@ pub async fn about<T>(
 
 async fn ask(options: &ProbeOptions, channel: DialedChannel) -> anyhow::Result<String> {
     check_ready(channel.clone(), v1::Role::Ffn).await?;
-    let refused = |status: &Status| anyhow!("answers with an error: {} ({:?})", words(status), status.code());
+    let refused = |status: &Status| anyhow!("{}", dial::refusal(status, "--join-token-file"));
     let mut stages = LayerStageServiceClient::new(channel.clone());
     let described = match stages.describe(v1::DescribeRequest {}).await {
         Ok(described) => described.into_inner(),
