@@ -12,6 +12,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use tonic::transport::Channel;
 use tower::ServiceExt;
 
 use super::Api;
@@ -47,7 +48,7 @@ pub(super) async fn to_the_least_loaded(
     }
     let may_leave = !request.headers().contains_key(&FORWARDED);
     let is_ready = api.readiness.borrow().is_ready();
-    match api.peers.choose(is_ready).filter(|_| may_leave) {
+    match may_leave.then(|| api.peers.choose(is_ready)).flatten() {
         Some(chosen) => forward(&api, chosen, request, next).await,
         None => serve(&api, request, next).await,
     }
@@ -66,12 +67,12 @@ async fn forward(api: &Api, chosen: Chosen, request: Request, next: Next) -> Res
         Err(error) if is_grpc(&head.headers) => return tonic::Status::from(error).into_http(),
         Err(error) => return error.into_response(),
     };
-    let (address, rank) = (chosen.address, chosen.rank);
-    match send(api, chosen, &head, body.clone()).await {
+    let Chosen { address, rank, channel, forwarded } = chosen;
+    match send(api, channel, &head, body.clone()).await {
         Ok(mut answer) => {
             HOP_BY_HOP.iter().for_each(|name| drop(answer.headers_mut().remove(name)));
             answer.headers_mut().insert(FORWARDED, HeaderValue::from(rank));
-            answer.map(Body::new)
+            answer.map(|body| Body::new(Watched::new(Body::new(body), forwarded)))
         }
         // Nothing of an answer has come: the request can still be served here.
         Err(why) => {
@@ -83,7 +84,7 @@ async fn forward(api: &Api, chosen: Chosen, request: Request, next: Next) -> Res
 
 async fn send(
     api: &Api,
-    chosen: Chosen,
+    channel: Channel,
     head: &http::request::Parts,
     body: Bytes,
 ) -> Result<http::Response<tonic::body::Body>, String> {
@@ -93,7 +94,7 @@ async fn send(
     *request.headers_mut() = head.headers.clone();
     HOP_BY_HOP.iter().for_each(|name| drop(request.headers_mut().remove(name)));
     request.headers_mut().insert(FORWARDED, HeaderValue::from(api.peers.identity().rank));
-    let answer = chosen.channel.oneshot(request).await.map_err(|error| error.to_string())?;
+    let answer = channel.oneshot(request).await.map_err(|error| error.to_string())?;
     match answer.status() {
         // It is about to stop, or has lost its FFN since it was asked.
         StatusCode::SERVICE_UNAVAILABLE => Err("it answered with 503".into()),

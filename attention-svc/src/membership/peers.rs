@@ -46,6 +46,8 @@ pub struct Peers {
 /// A peer that may be forwarded to.
 struct Peer {
     host: String,
+    /// Requests that it serves: what it last said, and what has been forwarded to it or come back since.
+    num_requests: Arc<AtomicU32>,
     state: State,
 }
 
@@ -56,7 +58,6 @@ enum State {
         channel: Channel,
         rank: u32,
         ready: bool,
-        num_requests: u32,
     },
     /// It is this process.
     Own,
@@ -71,6 +72,17 @@ impl Drop for Serving {
     }
 }
 
+/// A request that a peer serves for this rank; dropped at its end.
+pub struct Forwarded(Arc<AtomicU32>);
+
+impl Drop for Forwarded {
+    fn drop(&mut self) {
+        // The peer may have said in the meantime that it is gone.
+        let one_less = |num_requests: u32| num_requests.checked_sub(1);
+        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+    }
+}
+
 /// Where a request goes.
 pub struct Chosen {
     /// Which peer.
@@ -79,6 +91,8 @@ pub struct Chosen {
     pub rank: u32,
     /// The way to it.
     pub channel: Channel,
+    /// To be kept until the request's end.
+    pub forwarded: Forwarded,
 }
 
 impl Peers {
@@ -108,24 +122,22 @@ impl Peers {
         &self.settings.identity
     }
 
-    /// The peer that should serve the next request, if this rank should not; it counts as one more there.
+    /// The peer that should serve the next request, if this rank should not; it counts as one more there until its end.
     pub fn choose(&self, own_ready: bool) -> Option<Chosen> {
-        let mut known = self.lock();
-        let ready =
-            |(_, peer): &(&SocketAddr, &mut Peer)| matches!(peer.state, State::Here { ready: true, .. });
-        let load = |peer: &Peer| match peer.state {
-            State::Here { num_requests, .. } => num_requests,
-            _ => u32::MAX,
-        };
-        let (address, peer) = known.iter_mut().filter(ready).min_by_key(|(_, peer)| load(peer))?;
-        let own = if own_ready { self.num_local() } else { u32::MAX };
-        match &mut peer.state {
-            State::Here { channel, rank, num_requests, .. } if *num_requests < own => {
-                *num_requests += 1;
-                Some(Chosen { address: *address, rank: *rank, channel: channel.clone() })
-            }
+        let known = self.lock();
+        let ready = known.iter().filter_map(|(address, peer)| match &peer.state {
+            State::Here { channel, rank, ready: true } => Some((address, channel, *rank, &peer.num_requests)),
             _ => None,
+        });
+        let (address, channel, rank, num_requests) =
+            ready.min_by_key(|(.., num_requests)| num_requests.load(Ordering::Acquire))?;
+        let own = if own_ready { self.num_local() } else { u32::MAX };
+        if num_requests.load(Ordering::Acquire) >= own {
+            return None;
         }
+        num_requests.fetch_add(1, Ordering::AcqRel);
+        let forwarded = Forwarded(Arc::clone(num_requests));
+        Some(Chosen { address: *address, rank, channel: channel.clone(), forwarded })
     }
 
     /// A forwarded request did not get through: the peer is away until it has been asked again.
@@ -184,15 +196,21 @@ impl Peers {
         let mut known = self.lock();
         known.retain(|address, _| found.contains_key(address));
         for (address, host) in found {
-            known.entry(address).or_insert_with(|| Peer { host, state: State::Away(String::new()) });
+            known.entry(address).or_insert_with(|| Peer {
+                host,
+                num_requests: Arc::default(),
+                state: State::Away(String::new()),
+            });
         }
     }
 
     async fn ask(&self, address: SocketAddr) {
         let (host, channel) = match self.lock().get(&address) {
             Some(Peer { state: State::Own, .. }) | None => return,
-            Some(Peer { state: State::Here { channel, .. }, host }) => (host.clone(), Some(channel.clone())),
-            Some(Peer { state: State::Away(_), host }) => (host.clone(), None),
+            Some(Peer { state: State::Here { channel, .. }, host, .. }) => {
+                (host.clone(), Some(channel.clone()))
+            }
+            Some(Peer { state: State::Away(_), host, .. }) => (host.clone(), None),
         };
         let answered = tokio::time::timeout(PATIENCE, self.listed(address, &host, channel)).await;
         let state = answered.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}")));
@@ -201,20 +219,27 @@ impl Peers {
         match (&peer.state, &state) {
             (State::Away(before), Err(why)) if before == why => {}
             (_, Err(why)) => tracing::info!(peer = %address, why, "no attention rank to forward to"),
-            (State::Away(_), Ok(State::Here { rank, .. })) => {
+            (State::Away(_), Ok((State::Here { rank, .. }, _))) => {
                 tracing::info!(peer = %address, rank, "requests may be forwarded to this attention rank");
             }
             _ => {}
         }
-        peer.state = state.unwrap_or_else(State::Away);
+        peer.state = match state {
+            Ok((state, num_requests)) => {
+                peer.num_requests.store(num_requests, Ordering::Release);
+                state
+            }
+            Err(why) => State::Away(why),
+        };
     }
 
+    /// What a peer is, and how many requests it serves.
     async fn listed(
         &self,
         address: SocketAddr,
         host: &str,
         channel: Option<Channel>,
-    ) -> Result<State, String> {
+    ) -> Result<(State, u32), String> {
         let settings = &self.settings;
         let channel = match channel {
             Some(channel) => channel,
@@ -232,7 +257,7 @@ impl Peers {
         let answer = answer.map_err(|status| client::words(&status))?.into_inner();
         let identity = answer.identity.unwrap_or_default();
         if identity == settings.identity {
-            return Ok(State::Own);
+            return Ok((State::Own, 0));
         }
         for (field, own, other) in [
             ("identity.deployment", &settings.identity.deployment, &identity.deployment),
@@ -242,8 +267,8 @@ impl Peers {
                 return Err(format!("`{field}` differs: {own} here, {other} there (--peers)"));
             }
         }
-        let (ready, num_requests) = (answer.ready, answer.num_requests);
-        Ok(State::Here { channel, rank: identity.rank, ready, num_requests })
+        let state = State::Here { channel, rank: identity.rank, ready: answer.ready };
+        Ok((state, answer.num_requests))
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<SocketAddr, Peer>> {
@@ -259,7 +284,8 @@ mod tests {
 
     fn here(ready: bool, num_requests: u32) -> Peer {
         let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
-        Peer { host: "h".into(), state: State::Here { channel, rank: 0, ready, num_requests } }
+        let state = State::Here { channel, rank: 0, ready };
+        Peer { host: "h".into(), num_requests: Arc::new(num_requests.into()), state }
     }
 
     fn peers(all: Vec<Peer>) -> Peers {
@@ -269,28 +295,45 @@ mod tests {
         peers
     }
 
-    fn port(chosen: Option<Chosen>) -> Option<u16> {
-        chosen.map(|chosen| chosen.address.port())
+    fn port(chosen: &Option<Chosen>) -> Option<u16> {
+        chosen.as_ref().map(|chosen| chosen.address.port())
     }
 
     #[tokio::test]
     async fn the_least_loaded_rank_serves_and_this_one_when_it_is_a_tie() {
         let peers = peers(vec![here(true, 1), here(true, 0), here(false, 0)]);
-        assert_eq!(port(peers.choose(true)), None, "nothing runs here");
+        assert_eq!(port(&peers.choose(true)), None, "nothing runs here");
         let serving = (peers.serve(), peers.serve());
-        assert_eq!(port(peers.choose(true)), Some(1));
-        assert_eq!(port(peers.choose(true)), Some(0), "the forwarded one counts there at once");
-        assert_eq!(port(peers.choose(true)), Some(1));
-        assert_eq!(port(peers.choose(true)), None, "two everywhere");
+        let forwarded = [(); 4].map(|()| peers.choose(true));
+        assert_eq!(
+            forwarded.each_ref().map(port),
+            [Some(1), Some(0), Some(1), None],
+            "a forwarded one counts there at once, until there are two everywhere"
+        );
         drop(serving);
         assert_eq!(peers.num_local(), 0);
     }
 
     #[tokio::test]
+    async fn a_forwarded_request_that_has_ended_counts_no_more() {
+        let peers = peers(vec![here(true, 0)]);
+        let _serving = peers.serve();
+        let first = peers.choose(true);
+        assert_eq!((port(&first), port(&peers.choose(true))), (Some(0), None));
+        drop(first);
+        let next = peers.choose(true);
+        assert_eq!(port(&next), Some(0), "without the peer having been asked again");
+        // Asked in the meantime, it did not have the request any more.
+        peers.lock().values().for_each(|peer| peer.num_requests.store(0, Ordering::Release));
+        drop(next);
+        assert_eq!(port(&peers.choose(true)), Some(0));
+    }
+
+    #[tokio::test]
     async fn a_rank_without_ffn_forwards_whatever_it_can() {
         let peers = peers(vec![here(true, 9)]);
-        assert_eq!(port(peers.choose(false)), Some(0));
+        assert_eq!(port(&peers.choose(false)), Some(0));
         peers.handle_failure(SocketAddr::from(([10, 0, 0, 1], 0)), "gone");
-        assert_eq!(port(peers.choose(false)), None);
+        assert_eq!(port(&peers.choose(false)), None);
     }
 }
