@@ -54,6 +54,8 @@ class Collector(http.server.BaseHTTPRequestHandler):
 class Process:
     def __init__(self, binary, args, env, folder, name):
         self.address_file = Path(folder) / f"{name}.address"
+        # A pair that is started anew listens elsewhere.
+        self.address_file.unlink(missing_ok=True)
         self.log = open(Path(folder) / f"{name}.log", "w+")
         command = [binary, "serve", *args, "--address-file", self.address_file, "--log-level", "warn"]
         self.process = subprocess.Popen([str(part) for part in command], env=env, stdout=self.log, stderr=subprocess.STDOUT)
