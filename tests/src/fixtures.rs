@@ -50,6 +50,19 @@ pub fn checkpoint(name: &str) -> PathBuf {
     root().join("tiny").join(name)
 }
 
+/// A copy of a tiny checkpoint in a new folder `to`, to be changed.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn copy(name: &str, to: PathBuf) -> anyhow::Result<PathBuf> {
+    std::fs::create_dir(&to)?;
+    for file in std::fs::read_dir(checkpoint(name))? {
+        let file = file?;
+        std::fs::copy(file.path(), to.join(file.file_name()))?;
+    }
+    Ok(to)
+}
+
 /// Folder of the real model that `deploy/model.sh` makes, or `None` where it was not made.
 pub fn smollm2(name: &str) -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.deps/models").join(name);

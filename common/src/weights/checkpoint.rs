@@ -7,7 +7,7 @@ use afd_ffi::{FfiError, MappedFile};
 use tch::{Kind, Tensor};
 
 use super::header::{self, Entry};
-use super::{Part, WeightError, fp8};
+use super::{Part, WeightError, fp8, sample};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -38,6 +38,15 @@ impl Checkpoint {
     pub(super) fn list(&self) -> impl Iterator<Item = (&str, &str, &[i64])> {
         let entries = self.tensors.values().map(|stored| &stored.entry);
         entries.map(|entry| (entry.name.as_str(), entry.dtype.as_str(), entry.shape.as_slice()))
+    }
+
+    /// The bytes that stand for the values of all tensors, in the order of the names.
+    pub(super) fn samples(&self) -> impl Iterator<Item = &[u8]> {
+        let tensors: Vec<_> = self.tensors.values().collect();
+        sample::chosen(tensors.len()).map(move |nth| {
+            let Stored { file, entry } = tensors[nth];
+            &file.bytes()[sample::middle(entry.begin, entry.end)]
+        })
     }
 
     /// As stored; `None` when there is no such tensor.

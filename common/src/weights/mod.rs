@@ -4,7 +4,7 @@
 //! What is stored in the compute dtype is viewed in place, so that the weights of all processes of a host share one page
 //! cache; what must be converted, cut by columns or dequantised is copied, and its pages are given back. Views are
 //! read-only: an in-place operation on one ends the process. In reading order: `header` (what a file says it holds),
-//! `checkpoint` (files to tensors), `fp8`, `dummy`.
+//! `checkpoint` (files to tensors), `sample` (what stands for the values), `fp8`, `dummy`.
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -19,6 +19,7 @@ mod checkpoint;
 mod dummy;
 mod fp8;
 mod header;
+mod sample;
 #[cfg(test)]
 mod tests;
 
@@ -129,8 +130,8 @@ impl Part {
 }
 
 impl Weights {
-    /// Maps the safetensors of a checkpoint folder, one file or several with an index. Reads and checks their headers,
-    /// no tensor.
+    /// Maps the safetensors of a checkpoint folder, one file or several with an index. Reads and checks their headers, and
+    /// of the tensors a page each of a few, whichever role they belong to, for the [fingerprint](Self::fingerprint).
     ///
     /// `kind` is the compute dtype: what [`tensor`](Self::tensor) returns.
     ///
@@ -143,6 +144,7 @@ impl Weights {
         for (name, dtype, shape) in checkpoint.list() {
             hash.update(format!("\n{name} {dtype} {shape:?}"));
         }
+        checkpoint.samples().for_each(|values| hash.update(values));
         Ok(Self::new(Source::Checkpoint(checkpoint), kind, hash))
     }
 
@@ -274,8 +276,10 @@ impl Weights {
         self.kind
     }
 
-    /// SHA-256, in lower-case hex, over what the configuration computes and the name, dtype and shape of every tensor.
-    /// Two processes with equal fingerprints may work together.
+    /// SHA-256, in lower-case hex, over what the configuration computes, the name, dtype and shape of every tensor, and
+    /// some bytes of values: 64 of the middle of each of at most 256 tensors spread over all (dummy weights: their seed).
+    /// The same in every process that has the same checkpoint, whatever its role reads of it. Two processes with equal
+    /// fingerprints may work together.
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }

@@ -177,19 +177,46 @@ fn block_fp8_is_dequantised_whole_and_in_parts() {
 }
 
 #[test]
-fn fingerprints_follow_names_types_shapes_and_configuration() {
+fn fingerprints_follow_names_types_shapes_values_and_configuration() {
     let config = ModelConfig::load(&fixture("tiny-llama")).unwrap();
     let of = |tensors: &[(&str, &str, &[i64], Vec<u8>)]| {
         open_at(written(tensors, false).path(), Kind::Float).unwrap().fingerprint().to_owned()
     };
     let base = of(&[("a", "F32", &[2], vec![0; 8]), ("b", "F32", &[1], vec![0; 4])]);
     assert_eq!(base.len(), 64);
-    assert_eq!(base, of(&[("b", "F32", &[1], vec![1; 4]), ("a", "F32", &[2], vec![1; 8])]));
+    assert_eq!(base, of(&[("b", "F32", &[1], vec![0; 4]), ("a", "F32", &[2], vec![0; 8])]));
     assert_ne!(base, of(&[("a", "F32", &[1, 2], vec![0; 8]), ("b", "F32", &[1], vec![0; 4])]));
     assert_ne!(base, of(&[("a", "BF16", &[4], vec![0; 8]), ("b", "F32", &[1], vec![0; 4])]));
+    assert_ne!(base, of(&[("a", "F32", &[2], vec![0; 8]), ("b", "F32", &[1], vec![1; 4])]));
     let dummy = |seed| Weights::dummy(&config, Kind::Float, seed).fingerprint().to_owned();
     assert_ne!(dummy(1), dummy(2));
     assert_eq!(dummy(1), dummy(1));
+}
+
+#[test]
+fn a_fingerprint_is_the_same_in_every_process_of_a_checkpoint_and_another_with_other_weights() {
+    // In two files, of which a role may need one only.
+    let copy = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(fixture("tiny-qwen3-moe")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), copy.path().join(file.file_name())).unwrap();
+    }
+    let config = ModelConfig::load(copy.path()).unwrap();
+    let fingerprint = |kind| Weights::open(copy.path(), &config, kind).unwrap().fingerprint().to_owned();
+    let own = open("tiny-qwen3-moe", Kind::Float).fingerprint().to_owned();
+    assert_eq!((fingerprint(Kind::Float), fingerprint(Kind::BFloat16)), (own.clone(), own.clone()));
+    // Other values in one tensor of one of the files.
+    let index = std::fs::read_to_string(copy.path().join("model.safetensors.index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_str(&index).unwrap();
+    let (name, file) = index["weight_map"].as_object().unwrap().iter().next_back().unwrap();
+    let path = copy.path().join(file.as_str().unwrap());
+    let mut bytes = std::fs::read(&path).unwrap();
+    let (_, place) = places(&bytes).unwrap().into_iter().find(|(found, _)| found == name).unwrap();
+    bytes[place].iter_mut().for_each(|byte| *byte ^= 1);
+    // A new file: the old one is mapped.
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, bytes).unwrap();
+    assert_ne!(fingerprint(Kind::Float), own);
 }
 
 #[test]
