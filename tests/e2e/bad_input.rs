@@ -141,7 +141,8 @@ async fn a_deadline_of_a_millisecond_and_a_client_that_never_reads() -> anyhow::
 #[tokio::test]
 async fn bodies_that_are_no_requests() -> anyhow::Result<()> {
     let deployment = pair().await?;
-    let bodies: [Vec<u8>; 5] = [
+    let bodies: [Vec<u8>; 6] = [
+        b"{\"prompt\": \"a\", \"max_tokens\": 1, \"max_tokens\": 100}".to_vec(),
         b"{".to_vec(),
         b"{\"prompt\": \"a\", \"temperature\": NaN}".to_vec(),
         b"{\"prompt\": \"\xff\xfe\"}".to_vec(),

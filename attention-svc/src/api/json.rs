@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use super::strict_json::{self, NotRead};
 use super::validate::FieldError;
 
 /// The fields of an object not taken yet.
@@ -17,15 +18,17 @@ impl Fields {
     /// Parses a body. Nesting is bounded by the parser (128 levels).
     ///
     /// # Errors
-    /// [`ApiError::Malformed`]; [`ApiError::Field`] where the syntax error is the value of a field (`NaN`).
+    /// [`ApiError::Malformed`]; [`ApiError::Field`] where the syntax error is the value of a field (`NaN`), or a field is
+    /// given twice.
     pub(super) fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body).map_err(|e| {
             ApiError::Malformed(format!("the body is not UTF-8 from byte {}", e.valid_up_to()))
         })?;
-        match serde_json::from_str(text) {
+        match strict_json::parse(text) {
             Ok(Value::Object(map)) => Ok(Self { map, prefix: String::new() }),
             Ok(_) => Err(ApiError::Malformed("the body is not a JSON object".into())),
-            Err(error) => Err(match field_at(text, &error) {
+            Err(NotRead::Twice(field)) => Err(FieldError::new(field, "is given twice").into()),
+            Err(NotRead::Malformed(error)) => Err(match field_at(text, &error) {
                 Some(name) => FieldError::new(name, format!("is not valid JSON: {error}")).into(),
                 None => ApiError::Malformed(format!("the body is not valid JSON: {error}")),
             }),
@@ -197,6 +200,7 @@ mod tests {
         assert_eq!(param(r#"{"prompt": "a", "temperature": NaN, "n": 1}"#), "temperature");
         assert_eq!(param("{\"a\": 1,\n \"top_p\" : -Infinity}"), "top_p");
         assert_eq!(param(r#"{"seed": 1e999}"#), "seed");
+        assert_eq!(param(r#"{"n": 1, "messages": [{"role": "user", "role": "user"}]}"#), "messages[0].role");
         for text in ["", "{", "[1]", r#"{"a": "x" "b"}"#, "nonsense", "{\"a\": \"\\ud800\"}"] {
             assert!(parse(text).is_err(), "{text}");
         }

@@ -28,6 +28,7 @@ pub mod readiness;
 pub mod request_span;
 mod router;
 mod running;
+mod strict_json;
 mod tokenizing;
 pub mod validate;
 

@@ -23,6 +23,7 @@ use tonic::transport::server::TcpConnectInfo;
 use tower::ServiceExt;
 
 use super::body::TimedBody;
+use super::http1::Http1;
 use super::idle::{Activity, Watched};
 use super::prefixed::Prefixed;
 use super::sniff::{self, Speaks};
@@ -155,7 +156,20 @@ where
         () = port.stop.cancelled() => return,
     };
     match first {
-        Ok(Ok((Speaks::Http, read))) => serve_http(port, stats, Prefixed::new(stream, read), from).await,
+        Ok(Ok((Speaks::Http2, read))) => {
+            let stream = Prefixed::new(stream, read);
+            serve_http(port, stats, stream, from, &Activity::new()).await;
+        }
+        Ok(Ok((Speaks::Http1, read))) => {
+            let activity = Activity::new();
+            let stream = Http1::new(Prefixed::new(stream, read), activity.clone());
+            tokio::select! {
+                () = serve_http(port, stats, stream, from, &activity) => {}
+                () = activity.head_overdue(port.options.header_timeout) => {
+                    tracing::debug!(%peer, "closed: the headers of a request did not come in time");
+                }
+            }
+        }
         Ok(Ok((Speaks::Link, _))) if !port.options.access.gate.admits_link(from.certified) => {
             stats.unauthenticated();
             tracing::warn!(%peer, "closed: a link without a client certificate (--tls-client-ca)");
@@ -169,22 +183,23 @@ where
     }
 }
 
-async fn serve_http<S>(port: &Port, stats: &NetStats, stream: Prefixed<S>, from: From)
+async fn serve_http<S>(port: &Port, stats: &NetStats, stream: S, from: From, activity: &Activity)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let (peer, activity) = (from.peer, Activity::new());
+    let peer = from.peer;
     let service = service_fn(|mut request: http::Request<hyper::body::Incoming>| {
         let refused = refusal(port, stats, &request, from.certified);
         request.extensions_mut().insert(ConnectInfo(peer));
         request.extensions_mut().insert(from.info.clone());
-        let running = activity.begin();
+        let (running, activity) = (activity.begin(), activity.clone());
         let answered = port.router.clone().oneshot(port.timed(request));
-        async {
+        async move {
             let answer = match refused {
                 Some(refusal) => refusal,
                 None => answered.await?,
             };
+            activity.handle_answer();
             Ok::<_, Infallible>(answer.map(|inner| Watched::new(inner, running)))
         }
     });

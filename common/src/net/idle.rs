@@ -1,4 +1,5 @@
-//! Whether anything runs on a connection, so that one that only stands there can be closed.
+//! Whether anything runs on a connection, so that one that only stands there can be closed, and whether a request has begun
+//! whose head does not come to its end.
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
@@ -18,6 +19,10 @@ struct State {
     running: usize,
     /// When the last one ended, or the connection began.
     quiet_since: Instant,
+    /// Since when a request has begun whose head is not whole. Of HTTP/1.1 only.
+    head_since: Option<Instant>,
+    /// Answers that the service has given and the connection has not begun to send. Of HTTP/1.1 only.
+    unsent_answers: usize,
 }
 
 /// A request under way.
@@ -25,20 +30,59 @@ pub(super) struct Running(Activity);
 
 impl Activity {
     pub(super) fn new() -> Self {
-        let state = State { running: 0, quiet_since: Instant::now() };
+        let state = State { running: 0, quiet_since: Instant::now(), head_since: None, unsent_answers: 0 };
         Self { state: Arc::new(Mutex::new(state)) }
     }
 
+    /// A request's head is whole.
     pub(super) fn begin(&self) -> Running {
-        self.lock().running += 1;
+        let mut state = self.lock();
+        state.running += 1;
+        state.head_since = None;
         Running(self.clone())
+    }
+
+    /// Bytes have come. Where nothing runs they begin a head.
+    pub(super) fn handle_bytes(&self) {
+        let mut state = self.lock();
+        if state.running == 0 {
+            state.head_since.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// The service has answered a request.
+    pub(super) fn handle_answer(&self) {
+        self.lock().unsent_answers += 1;
+    }
+
+    /// The connection has begun to send an answer.
+    pub(super) fn handle_answer_sent(&self) {
+        let mut state = self.lock();
+        state.unsent_answers = state.unsent_answers.saturating_sub(1);
+    }
+
+    /// Whether what the connection sends next is an answer of the service.
+    pub(super) fn owes_answer(&self) -> bool {
+        self.lock().unsent_answers > 0
+    }
+
+    /// Returns once a head has been under way for `limit`.
+    pub(super) async fn head_overdue(&self, limit: Duration) {
+        loop {
+            let until = self.lock().head_since.unwrap_or_else(Instant::now) + limit;
+            if until <= Instant::now() {
+                return;
+            }
+            // A head that begins meanwhile is not due before that.
+            sleep_until(until).await;
+        }
     }
 
     /// Returns once nothing has run for `limit`.
     pub(super) async fn idle_for(&self, limit: Duration) {
         loop {
             let until = match *self.lock() {
-                State { running: 0, quiet_since } => quiet_since + limit,
+                State { running: 0, quiet_since, .. } => quiet_since + limit,
                 // It will have to be quiet for as long after it has ended.
                 _ => Instant::now() + limit,
             };

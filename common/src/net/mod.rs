@@ -27,6 +27,7 @@ mod connection;
 pub mod gate;
 mod greeting;
 pub mod health;
+mod http1;
 mod idle;
 pub mod messages;
 mod prefixed;
@@ -103,7 +104,7 @@ pub struct Options {
     pub max_header_bytes: u32,
     /// Headers of a request.
     pub max_headers: usize,
-    /// Time for a connection's first bytes, and for each request's headers.
+    /// Time for a connection's first bytes, and for the headers of a request that has begun.
     pub header_timeout: Duration,
     /// Time for each request's body.
     pub body: BodyTimes,
@@ -244,7 +245,8 @@ fn http_builder(options: &Options) -> auto::Builder<TokioExecutor> {
     builder
         .http1()
         .timer(TokioTimer::new())
-        .header_read_timeout(options.header_timeout)
+        // It would run between requests too: a begun head has its deadline in `connection`.
+        .header_read_timeout(None)
         .max_headers(options.max_headers)
         .max_buf_size((options.max_header_bytes as usize).max(16 << 10));
     builder

@@ -11,8 +11,10 @@ const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// What a connection speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Speaks {
-    /// HTTP of either version; refusing what is neither is hyper's business.
-    Http,
+    /// HTTP/2, by its preface.
+    Http2,
+    /// HTTP/1.1, or nothing that is known here: refusing that is hyper's business.
+    Http1,
     /// A link wants to be attached.
     Link,
 }
@@ -48,8 +50,10 @@ fn classify(read: &[u8]) -> Verdict {
         Verdict::Needs(MAGIC.len() - read.len())
     } else if read.len() < HTTP2_PREFACE.len() && HTTP2_PREFACE.starts_with(read) {
         Verdict::Needs(HTTP2_PREFACE.len() - read.len())
+    } else if read == HTTP2_PREFACE {
+        Verdict::Known(Speaks::Http2)
     } else {
-        Verdict::Known(Speaks::Http)
+        Verdict::Known(Speaks::Http1)
     }
 }
 
@@ -62,9 +66,9 @@ mod tests {
         assert_eq!(classify(b""), Verdict::Needs(8));
         assert_eq!(classify(b"AFDLIN"), Verdict::Needs(2));
         assert_eq!(classify(b"AFDLINK1"), Verdict::Known(Speaks::Link));
-        assert_eq!(classify(b"AFDLINK2"), Verdict::Known(Speaks::Http));
+        assert_eq!(classify(b"AFDLINK2"), Verdict::Known(Speaks::Http1));
         assert_eq!(classify(b"PRI * "), Verdict::Needs(18));
-        assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Speaks::Http));
-        assert_eq!(classify(b"POST /v1"), Verdict::Known(Speaks::Http));
+        assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Speaks::Http2));
+        assert_eq!(classify(b"POST /v1"), Verdict::Known(Speaks::Http1));
     }
 }

@@ -66,6 +66,7 @@ async fn serve(links: Option<LinkAcceptor>, options: Options) -> Served {
             "/hello",
             get(|ConnectInfo(peer): ConnectInfo<SocketAddr>| async move { format!("hello {peer}") }),
         )
+        .route("/refused", get(|| async { http::StatusCode::BAD_REQUEST }))
         .route("/slow", get(slow));
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let (address, stats, stop) = (listener.address(), listener.stats(), CancellationToken::new());
@@ -178,6 +179,69 @@ async fn a_connection_without_requests_is_closed_and_one_with_a_request_is_not()
         http1_get(served.address, "/slow").await.ends_with("slow"),
         "it takes longer than idle connections have"
     );
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+/// Until the connection has nothing more to say for a while, or ends.
+async fn answer_of(stream: &mut TcpStream) -> String {
+    let (mut heard, mut piece) = (Vec::new(), [0; 4096]);
+    while !String::from_utf8_lossy(&heard).contains("hello 127.0.0.1") {
+        match timeout(PATIENCE, stream.read(&mut piece)).await.expect("no answer came").unwrap_or(0) {
+            0 => break,
+            count => heard.extend_from_slice(&piece[..count]),
+        }
+    }
+    String::from_utf8_lossy(&heard).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kept_connection_may_rest_between_requests_and_may_not_dawdle_in_one() {
+    let header_timeout = Duration::from_millis(200);
+    let options = Options { header_timeout, idle_timeout: PATIENCE, ..Options::default() };
+    let served = serve(None, options).await;
+    let mut stream = TcpStream::connect(served.address).await.unwrap();
+    for _ in 0..3 {
+        stream.write_all(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        assert!(answer_of(&mut stream).await.starts_with("HTTP/1.1 200"));
+        sleep(header_timeout * 3).await;
+    }
+    // A byte now and then does not buy time.
+    let begun = Instant::now();
+    let mut closed = false;
+    for byte in b"GET /hello HTTP/1.1\r\nhost: a-long-name-that-takes-its-time\r\n".iter() {
+        let (mut rest, pause) = ([0; 16], header_timeout / 10);
+        closed = stream.write_all(&[*byte]).await.is_err()
+            || matches!(timeout(pause, stream.read(&mut rest)).await, Ok(Ok(0) | Err(_)));
+        if closed {
+            break;
+        }
+    }
+    assert!(closed, "it was let dawdle for {:?}", begun.elapsed());
+    assert!(begun.elapsed() >= header_timeout, "{:?}", begun.elapsed());
+    assert_eq!(served.stop().await, Drained { cut: 0 });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bytes_that_are_no_http_are_told_so() {
+    let served = serve(None, Options::default()).await;
+    for bytes in [
+        &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..],
+        b"EHLO there\r\n\r\n",
+        b"GET /hello HTTP/9.9\r\n\r\n",
+    ] {
+        let mut stream = TcpStream::connect(served.address).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
+        let said = answer_of(&mut stream).await;
+        assert!(said.starts_with("HTTP/1.1 400") && said.contains("no HTTP request"), "{bytes:?}: {said}");
+    }
+    // An empty refusal of the service's own stays what it is; and so does what comes after it.
+    let mut stream = TcpStream::connect(served.address).await.unwrap();
+    stream
+        .write_all(b"GET /refused HTTP/1.1\r\nhost: x\r\n\r\nGET /hello HTTP/1.1\r\nhost: x\r\n\r\n")
+        .await
+        .unwrap();
+    let said = answer_of(&mut stream).await;
+    assert!(said.starts_with("HTTP/1.1 400") && said.contains("content-length: 0"), "{said}");
     assert_eq!(served.stop().await, Drained { cut: 0 });
 }
 

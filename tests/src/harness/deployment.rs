@@ -64,11 +64,7 @@ impl Pass {
     /// # Errors
     /// When a file cannot be read.
     pub fn http(&self) -> anyhow::Result<reqwest::Client> {
-        // A server closes an HTTP/1.1 connection on which no headers come for 10 s: a kept one must not be used just then.
-        let mut builder = reqwest::Client::builder()
-            .no_proxy()
-            .timeout(Duration::from_secs(120))
-            .pool_idle_timeout(Duration::from_secs(5));
+        let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(120));
         if let Some(tls) = self.tls()? {
             builder = builder.use_preconfigured_tls(rustls::ClientConfig::clone(&tls.config()));
         }
