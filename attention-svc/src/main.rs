@@ -18,11 +18,17 @@ use clap::Parser;
 const FLUSH_LIMIT: Duration = Duration::from_secs(3);
 
 fn main() -> ExitCode {
-    // Before anything else: libgomp reads its waiting policy before main.
+    // First: told to end in its first moments, a service ends as well as ever.
+    afd_ffi::process::hold_end();
+    // Before anything is opened: libgomp reads its waiting policy before main.
     if let Err(error) = afd_ffi::process::reexec_with_passive_wait() {
         eprintln!("attention-svc: going on with busy waiting, which is slow: {error}");
     }
-    Exit::end("attention-svc", run(Cli::parse().command), exit_of)
+    let command = Cli::parse().command;
+    if !matches!(command, Command::Serve(_)) {
+        afd_ffi::process::let_end();
+    }
+    Exit::end("attention-svc", run(command), exit_of)
 }
 
 fn run(command: Command) -> anyhow::Result<Exit> {

@@ -4,6 +4,7 @@ use crate::frame::RowType;
 use crate::placement::{CONTIGUOUS, Placement};
 use crate::proto::v1;
 use crate::routing::Routing;
+use crate::spelling;
 
 /// Which side computes the router of a mixture of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -77,6 +78,43 @@ pub fn model_identity(
             .map_or_else(|| CONTIGUOUS.into(), |placed| placed.digest(config)),
         routing: v1::Routing::from(experts.routing).into(),
     }
+}
+
+/// A field of a model's identity as it is compared and shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Compared {
+    /// Name in the protocol, with its message's.
+    pub field: &'static str,
+    /// In the words of the options.
+    pub value: String,
+    /// Options that decide it.
+    pub options: &'static str,
+}
+
+/// What must be alike on both sides, the plainest first: a fingerprint differs whenever one of the first three does.
+pub fn compared(model: &v1::ModelIdentity) -> [Compared; 8] {
+    let of = |field, value: String, options| Compared { field, value, options };
+    // Who says nothing has contiguous parts, and lets the model route.
+    let placement = if model.placement.is_empty() { CONTIGUOUS } else { &model.placement };
+    let routing = match model.routing() {
+        v1::Routing::Unspecified => v1::Routing::Model,
+        said => said,
+    };
+    [
+        of("model.architecture", model.architecture.clone(), "--model"),
+        of("model.hidden_size", model.hidden_size.to_string(), "--model"),
+        of("model.num_layers", model.num_layers.to_string(), "--model"),
+        of("model.fingerprint", model.fingerprint.clone(), "--model, or --load-format and --seed"),
+        of("model.activation_dtype", spelling::dtype(model.activation_dtype()).into(), "--dtype"),
+        of("model.gate_placement", spelling::gate(model.gate_placement()).into(), "--gate"),
+        of("model.placement", placement.into(), "--placement"),
+        of("model.routing", spelling::routing(routing).into(), "--routing"),
+    ]
+}
+
+/// The first field in which two models differ: the one's, and the other's.
+pub fn difference(a: &v1::ModelIdentity, b: &v1::ModelIdentity) -> Option<(Compared, Compared)> {
+    compared(a).into_iter().zip(compared(b)).find(|(a, b)| a.value != b.value)
 }
 
 /// The protocol's name of a row type.

@@ -87,9 +87,10 @@ impl Shard {
     }
 }
 
+/// As `--shard` takes it: "0/2".
 impl fmt::Display for Shard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "shard {}/{}", self.index, self.count)
+        write!(f, "{}/{}", self.index, self.count)
     }
 }
 

@@ -8,6 +8,7 @@ use afd_common::net::Listener;
 use afd_common::process::address_file::{self, AddressFileError};
 use afd_common::process::exit::{self, Exit};
 use afd_common::process::stop::Stop;
+use afd_common::spelling;
 use afd_common::telemetry::{KeyValue, LogError, Metrics, OtlpError, OtlpSettings, logs};
 use anyhow::anyhow;
 use clap::{Parser, Subcommand};
@@ -43,7 +44,13 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    // First: told to end in its first moments, a service ends as well as ever.
+    afd_ffi::process::hold_end();
+    let command = Cli::parse().command;
+    if !matches!(command, Command::Serve(_)) {
+        afd_ffi::process::let_end();
+    }
+    let outcome = match command {
         Command::Serve(options) => serve(*options),
         Command::Probe(options) => probe(options),
         Command::Place(options) => place::run(&options),
@@ -117,14 +124,26 @@ async fn run(config: Config) -> anyhow::Result<()> {
             afd_ffi::process::end_at_once(Exit::Done as u8);
         }
     };
+    let model = loaded.identity.clone();
     let server = rank::start(&config, loaded, listener, &metrics).await?;
     let address = server.address();
     if let Some(path) = &config.address_file {
         address_file::write(path, &address.to_string())?;
     }
     tracing::info!(
-        %address, advertise = config.advertise.as_deref().unwrap_or("as it listens"), shard = %config.shard,
-        rank = config.rank, threads = config.threads, took_ms = begun.elapsed().as_millis() as u64, "ready"
+        %address,
+        advertise = config.advertise.as_deref().unwrap_or("as it listens"),
+        shard = %config.shard,
+        rank = config.rank,
+        model = %config.model.display(),
+        architecture = model.architecture,
+        fingerprint = &model.fingerprint[..12.min(model.fingerprint.len())],
+        dtype = spelling::dtype(model.activation_dtype()),
+        device = %config.device,
+        load_format = %config.load_format,
+        threads = config.threads,
+        took_ms = begun.elapsed().as_millis() as u64,
+        "ready"
     );
     let announcing = Announcing::start(&config, &server);
     let asked = async {

@@ -2,9 +2,11 @@
 use std::time::Duration;
 
 use afd_tests::fixtures;
-use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process, output};
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, output};
 use anyhow::{Context, ensure};
 use serde_json::Value;
+
+use crate::start::ffn as beside;
 
 const START_LIMIT: Duration = Duration::from_secs(60);
 
@@ -45,15 +47,6 @@ fn has(findings: &[(String, String)], faults: &[&str], words: &[&str]) -> anyhow
     Ok(())
 }
 
-fn ffn_rank(folder: &std::path::Path, model: &str, shard: &str, rank: &str) -> anyhow::Result<Process> {
-    let model = fixtures::checkpoint(model).display().to_string();
-    let args =
-        ["serve", "--model", &model, "--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1"];
-    let args = [&args[..], &["--shard", shard, "--rank", rank]].concat();
-    let args: Vec<String> = args.into_iter().map(str::to_owned).collect();
-    Process::start("ffn-svc", &format!("extra-{rank}-{}", shard.replace('/', "-")), &args, folder)
-}
-
 #[tokio::test]
 async fn a_healthy_pair_is_healthy_and_each_fault_is_named() -> anyhow::Result<()> {
     let spec =
@@ -87,17 +80,27 @@ async fn a_healthy_pair_is_healthy_and_each_fault_is_named() -> anyhow::Result<(
 
     let folder = tempfile::tempdir()?;
     // A second process that says it is F0.
-    let mut twin = ffn_rank(folder.path(), "tiny-mixtral", "0/2", "0")?;
+    let mut twin = beside(
+        &fixtures::checkpoint("tiny-mixtral"),
+        &["--shard", "0/2", "--rank", "0"],
+        folder.path(),
+        "F0",
+    )?;
     let twin_address = twin.address(START_LIMIT)?.to_string();
     let (_, findings, _) = doctor(&attention, &[ffn.clone(), vec![twin_address.clone()]].concat()).await?;
     has(&findings, &["twin-rank", "unused"], &[&twin_address, "F0 of deployment default"])?;
     drop(twin);
 
     // Another model.
-    let mut other = ffn_rank(folder.path(), "tiny-olmoe", "0/2", "5")?;
+    let mut other =
+        beside(&fixtures::checkpoint("tiny-olmoe"), &["--shard", "0/2", "--rank", "5"], folder.path(), "F5")?;
     let other_address = other.address(START_LIMIT)?.to_string();
     let (_, findings, _) = doctor(&attention, &[ffn.clone(), vec![other_address.clone()]].concat()).await?;
-    has(&findings, &["model", "unused"], &[&other_address, "`architecture` is OlmoeForCausalLM there"])?;
+    has(
+        &findings,
+        &["model", "unused"],
+        &[&other_address, "`model.architecture` is OlmoeForCausalLM there"],
+    )?;
     drop(other);
 
     // A shard that nobody serves any more: its address is silent, and attention is not ready.

@@ -1,7 +1,8 @@
 //! Starting: either side first, and one clear line where it cannot work.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use afd_common::weights::places;
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
 use afd_tests::oracle;
@@ -25,6 +26,17 @@ pub(crate) fn attention(
     words.extend(args(&["--served-model-name", "test", "--dtype", "float32", "--threads", "1"]));
     words.extend(args(more));
     Process::start("attention-svc", name, &words, folder)
+}
+
+/// An FFN rank beside those of a deployment, on a free port unless `more` has another.
+pub(crate) fn ffn(model: &Path, more: &[&str], folder: &Path, name: &str) -> anyhow::Result<Process> {
+    let model = model.display().to_string();
+    let mut words = args(&["serve", "--model", &model, "--dtype", "float32", "--threads", "1"]);
+    if !more.contains(&"--listen") {
+        words.extend(args(&["--listen", "127.0.0.1:0"]));
+    }
+    words.extend(args(more));
+    Process::start("ffn-svc", name, &words, folder)
 }
 
 /// A process that must not start: its exit code and its log.
@@ -56,11 +68,7 @@ async fn attention_may_start_first_and_says_for_whom_it_waits() -> anyhow::Resul
     }
 
     let deadline = Instant::now() + LIMIT;
-    let spec = DeploymentSpec::new(model, Ffn::Remote { shards: 1, replicas: 1 });
-    let mut words =
-        args(&["serve", "--model", &spec.model.display().to_string(), "--listen", &free.to_string()]);
-    words.extend(args(&["--dtype", "float32", "--threads", "1"]));
-    let _ffn = Process::start("ffn-svc", "F0", &words, folder.path())?;
+    let _ffn = ffn(&model, &["--listen", &free.to_string()], folder.path(), "F0")?;
     while client.get(format!("http://{address}/health")).send().await?.status() != 200 {
         ensure!(Instant::now() < deadline, "it is not ready with an FFN:\n{}", waiting.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -81,17 +89,7 @@ async fn attention_gives_up_after_the_join_timeout_and_names_the_option() -> any
 #[tokio::test]
 async fn what_is_missing_at_the_join_timeout_is_told_by_shard_and_address() -> anyhow::Result<()> {
     let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
-    let words = args(&[
-        "serve",
-        "--model",
-        &model.display().to_string(),
-        "--listen",
-        "127.0.0.1:0",
-        "--shard",
-        "0/2",
-    ]);
-    let mut half =
-        Process::start("ffn-svc", "F0", &[words, args(&["--dtype", "float32"])].concat(), folder.path())?;
+    let mut half = ffn(&model, &["--shard", "0/2"], folder.path(), "F0")?;
     let there = half.address(LIMIT)?;
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
     let both = format!("{there},{free}");
@@ -106,21 +104,37 @@ async fn what_is_missing_at_the_join_timeout_is_told_by_shard_and_address() -> a
     Ok(())
 }
 
+/// A fine-tuned sister: every shape is the same, every value a little different.
+fn with_other_weights(folder: &Path) -> anyhow::Result<PathBuf> {
+    let model = fixtures::copy("tiny-mixtral", folder.join("other-weights"))?;
+    let path = model.join("model.safetensors");
+    let mut bytes = std::fs::read(&path)?;
+    for (_, place) in places(&bytes).map_err(anyhow::Error::msg)? {
+        bytes[place].iter_mut().step_by(2).for_each(|lowest| *lowest ^= 1);
+    }
+    std::fs::write(path, bytes)?;
+    Ok(model)
+}
+
 #[tokio::test]
 async fn another_model_on_one_side_is_refused_with_both_fingerprints() -> anyhow::Result<()> {
     let spec =
         DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Remote { shards: 1, replicas: 1 });
     let deployment = Deployment::start(spec).await?;
     let folder = tempfile::tempdir()?;
-    let other = fixtures::checkpoint("tiny-qwen3-moe");
     let ffn = deployment.ffn_addresses[0].to_string();
-    let (code, log) = refused(attention(&other, &ffn, &["--rank", "1"], folder.path(), "A1")?)?;
-    ensure!(code == 1, "exit code {code}:\n{log}");
-    let fingerprints = log
-        .split(|c: char| !c.is_ascii_hexdigit())
-        .filter(|word| word.len() == 64)
-        .collect::<std::collections::BTreeSet<_>>();
-    ensure!(log.contains("fingerprint") && fingerprints.len() == 2, "{log}");
+    for (name, other) in
+        [("A1", fixtures::checkpoint("tiny-qwen3-moe")), ("A2", with_other_weights(folder.path())?)]
+    {
+        let (code, log) = refused(attention(&other, &ffn, &["--rank", "1"], folder.path(), name)?)?;
+        ensure!(code == 1, "{name}: exit code {code}:\n{log}");
+        let fingerprints = log
+            .split(|c: char| !c.is_ascii_hexdigit())
+            .filter(|word| word.len() == 64)
+            .collect::<std::collections::BTreeSet<_>>();
+        ensure!(log.contains("fingerprint") && fingerprints.len() == 2, "{name}:\n{log}");
+        ensure!(log.contains("--model"), "{name}: the option is not named:\n{log}");
+    }
     // Whoever was there before is none the worse for it.
     let expected = fixtures::expected("tiny-mixtral")?.prompts.remove(0);
     oracle::same(&expected.generated_ids, &deployment.greedy(0, &expected.input_ids, 32).await?)
@@ -146,15 +160,7 @@ async fn the_same_rank_twice_is_refused_and_the_first_goes_on() -> anyhow::Resul
 #[test]
 fn what_is_wrong_with_a_checkpoint_is_one_line_that_names_it() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
-    let copy = |name: &str| -> anyhow::Result<std::path::PathBuf> {
-        let to = folder.path().join(name);
-        std::fs::create_dir(&to)?;
-        for file in std::fs::read_dir(fixtures::checkpoint("tiny-mixtral"))? {
-            let file = file?;
-            std::fs::copy(file.path(), to.join(file.file_name()))?;
-        }
-        Ok(to)
-    };
+    let copy = |name: &str| fixtures::copy("tiny-mixtral", folder.path().join(name));
     let truncated = copy("truncated")?;
     let file = std::fs::File::options().write(true).open(truncated.join("model.safetensors"))?;
     file.set_len(file.metadata()?.len() / 2)?;
@@ -185,9 +191,7 @@ fn what_is_wrong_with_a_checkpoint_is_one_line_that_names_it() -> anyhow::Result
         if model == &missing {
             continue; // It is attention's tensor: an FFN rank does not read it.
         }
-        let model = model.display().to_string();
-        let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model]);
-        let (code, log) = refused(Process::start("ffn-svc", "F0", &words, folder.path())?)?;
+        let (code, log) = refused(ffn(model, &[], folder.path(), "F0")?)?;
         let said = log.lines().filter(|line| line.starts_with("ffn-svc: ")).collect::<Vec<_>>();
         ensure!(code == 2 && said.len() == 1, "exit code {code}:\n{log}");
         // The cause stands behind the option once, however long the chain of errors that brought it.
@@ -215,9 +219,7 @@ fn options_that_cannot_work_are_named() -> anyhow::Result<()> {
     let twice = "127.0.0.1:7001,127.0.0.1:7001";
     let (code, log) = refused(attention(&model, twice, &[], folder.path(), "A0")?)?;
     ensure!(code == 2 && log.contains("--ffn") && log.contains("given twice"), "{code}:\n{log}");
-    let model = model.display().to_string();
-    let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model, "--shard", "0/99"]);
-    let (code, log) = refused(Process::start("ffn-svc", "F0", &words, folder.path())?)?;
+    let (code, log) = refused(ffn(&model, &["--shard", "0/99"], folder.path(), "F0")?)?;
     ensure!(code == 2 && log.contains("--shard 0/99") && log.contains("8 parts"), "{code}:\n{log}");
     Ok(())
 }
@@ -250,21 +252,14 @@ fn a_port_in_use_and_an_unknown_configuration_field_are_named() -> anyhow::Resul
 #[test]
 fn a_field_that_nobody_knows_is_warned_about_once_on_both_sides() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
-    let model = folder.path().join("model");
-    std::fs::create_dir(&model)?;
-    for file in std::fs::read_dir(fixtures::checkpoint("tiny-mixtral"))? {
-        let file = file?;
-        std::fs::copy(file.path(), model.join(file.file_name()))?;
-    }
+    let model = fixtures::copy("tiny-mixtral", folder.path().join("model"))?;
     let path = model.join("config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path)?)?;
     config["swish_limit"] = 7.into();
     config["aux_loss_alpha"] = 0.1.into();
     std::fs::write(&path, config.to_string())?;
     let mut attention = attention(&model, "local", &[], folder.path(), "A0")?;
-    let model = model.display().to_string();
-    let words = args(&["serve", "--listen", "127.0.0.1:0", "--model", &model]);
-    let mut ffn = Process::start("ffn-svc", "F0", &words, folder.path())?;
+    let mut ffn = ffn(&model, &[], folder.path(), "F0")?;
     for process in [&mut attention, &mut ffn] {
         process.address(LIMIT)?;
         let log = process.log();

@@ -75,6 +75,37 @@ fn a_process_that_loads_ends_at_once() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether the process has come so far that SIGTERM does not end it by itself: its mask or its handlers say so.
+fn minds_its_end(process: &Process) -> anyhow::Result<bool> {
+    const TERM: u64 = 1 << (15 - 1);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", process.id()))?;
+    let mask = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        u64::from_str_radix(line.unwrap_or_default().trim(), 16).unwrap_or(0)
+    };
+    Ok((mask("SigBlk:") | mask("SigCgt:")) & TERM != 0)
+}
+
+#[test]
+fn a_process_told_to_end_in_its_first_moments_ends_well() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral").display().to_string());
+    for (binary, more) in [("attention-svc", &["--ffn", "local"][..]), ("ffn-svc", &[])] {
+        for signal in ["TERM", "INT"] {
+            let args = [&["--model", &model, "--listen", "127.0.0.1:0"][..], more].concat();
+            let process = serve(binary, &args, folder.path())?;
+            // Its program has begun; what begins before that is the system's and the libraries'.
+            let deadline = Instant::now() + LIMIT;
+            while !minds_its_end(&process)? {
+                ensure!(Instant::now() < deadline, "{}", process.log());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            ends_well(process, signal, &[], &["panicked"])?;
+            std::fs::remove_file(folder.path().join(format!("{binary}.log")))?;
+        }
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn an_attention_rank_that_waits_for_its_ffn_ends_at_once_with_its_requests() -> anyhow::Result<()> {
     let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral").display().to_string());

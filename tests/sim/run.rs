@@ -154,7 +154,7 @@ impl Straw {
                 Err(Failure::Loss(loss @ FfnLoss::Rejected { .. })) => {
                     return Err(format!("a sound hop was rejected: {loss}"));
                 }
-                Err(Failure::Loss(FfnLoss::Unavailable { .. })) => {}
+                Err(Failure::Loss(FfnLoss::Unavailable { .. } | FfnLoss::Bereft { .. })) => {}
             }
         }
         Ok(false)

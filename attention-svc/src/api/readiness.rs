@@ -83,12 +83,15 @@ impl Readiness {
         Standing { is_ready, is_live, word: self.word(), reason: self.reason() }
     }
 
-    /// What it waits for or died of.
+    /// Why it is not ready: what it waits for, or died of.
     pub fn reason(&self) -> Option<String> {
         match self {
             Self::Waiting(why) => Some(why.now()),
             Self::Dead(why) => Some(why.clone()),
-            _ => None,
+            Self::Draining => {
+                Some("it is ending: running requests finish, new ones are refused (--drain-timeout)".into())
+            }
+            Self::Ready => None,
         }
     }
 }

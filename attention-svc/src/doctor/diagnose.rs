@@ -2,7 +2,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use afd_common::identity::difference;
 use afd_common::proto::v1;
+use afd_common::spelling;
 
 use super::look::{AttentionRank, Clock, FfnRank, Found, Seen};
 use super::milliseconds;
@@ -60,12 +62,12 @@ pub(super) fn diagnose(seen: &[Seen], max_skew: Duration) -> Vec<Finding> {
         match &seen.found {
             Found::Attention(rank) => ranks.attention.push((&seen.address, rank)),
             Found::Ffn(rank) => ranks.ffn.push((&seen.address, rank)),
-            Found::Nothing(_) => {}
+            Found::Nobody(_) | Found::Stranger(_) => {}
         }
     }
     protocols(&ranks, &mut findings);
     models(&ranks, &mut findings);
-    shards(&ranks, &mut findings);
+    shards(seen, &ranks, &mut findings);
     twins(&ranks, &mut findings);
     links(&ranks, &mut findings);
     readiness(&ranks, &mut findings);
@@ -89,7 +91,7 @@ fn misplaced(seen: &Seen) -> Option<Finding> {
     let Seen { address, expected, found } = seen;
     let role = if *expected == v1::Role::Ffn { "an FFN rank" } else { "an attention rank" };
     let (other, option) = match (found, expected) {
-        (Found::Nothing(why), _) => {
+        (Found::Nobody(why) | Found::Stranger(why), _) => {
             let sentence = format!("{address}, given as {role}, {why}");
             return Some(finding(Fault::Unreachable, address, sentence));
         }
@@ -132,52 +134,49 @@ fn models(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
     let all: Vec<_> = attention.chain(ffn).map(|(at, model)| (at, model.unwrap_or_default())).collect();
     let Some((first, expected)) = all.first() else { return };
     for (address, model) in &all[1..] {
-        if let Some((field, theirs, ours)) = difference(model, expected) {
+        if let Some((theirs, ours)) = difference(model, expected) {
             let sentence = format!(
-                "{address} serves another model than {first}: `{field}` is {theirs} there and {ours} here; start both with \
-                 the same --model, --dtype, --gate, --placement, --routing, --load-format and --seed"
+                "{address} serves another model than {first}: `{}` is {} there and {} here; start both with the same {}",
+                theirs.field, theirs.value, ours.value, theirs.options
             );
             findings.push(finding(Fault::Model, address, sentence));
         }
     }
 }
 
-/// The first field that differs, the plainest first: a fingerprint differs whenever anything does.
-fn difference(a: &v1::ModelIdentity, b: &v1::ModelIdentity) -> Option<(&'static str, String, String)> {
-    let of = |model: &v1::ModelIdentity| {
-        [
-            ("architecture", model.architecture.clone()),
-            ("hidden_size", model.hidden_size.to_string()),
-            ("num_layers", model.num_layers.to_string()),
-            ("activation_dtype", model.activation_dtype().as_str_name().to_owned()),
-            ("gate_placement", model.gate_placement().as_str_name().to_owned()),
-            ("placement", model.placement.clone()),
-            ("routing", model.routing().as_str_name().to_owned()),
-            ("fingerprint", model.fingerprint.clone()),
-        ]
-    };
-    let pairs = of(a).into_iter().zip(of(b));
-    pairs.into_iter().find(|((_, a), (_, b))| a != b).map(|((field, a), (_, b))| (field, a, b))
-}
-
-fn shards(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+fn shards(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
     let spec = |rank: &FfnRank| rank.edge.answer.shard.unwrap_or_default();
     let Some((first, rank)) = ranks.ffn.first() else { return };
     let count = spec(rank).count;
-    let mut there = BTreeSet::new();
-    for (address, rank) in &ranks.ffn {
+    let others: Vec<_> = ranks.ffn.iter().filter(|(_, rank)| spec(rank).count != count).collect();
+    for (address, rank) in &others {
         let shard = spec(rank);
-        if shard.count != count {
-            let sentence = format!(
-                "{address} owns shard {} of {} and {first} one of {count}: start all FFN ranks with the same number in --shard",
-                shard.index, shard.count
-            );
-            findings.push(finding(Fault::ShardCount, address, sentence));
-        } else if !rank.edge.answer.draining {
-            there.insert(shard.index);
-        }
+        let sentence = format!(
+            "{address} owns shard {} of {} and {first} one of {count}: start all FFN ranks with the same number in --shard",
+            shard.index, shard.count
+        );
+        findings.push(finding(Fault::ShardCount, address, sentence));
     }
+    // Who counts otherwise or does not say who it is may be the one that seems to be missing, and has a finding.
+    let is_ffn = |seen: &&Seen| seen.expected == v1::Role::Ffn;
+    if !others.is_empty() || seen.iter().filter(is_ffn).any(|seen| matches!(seen.found, Found::Stranger(_))) {
+        return;
+    }
+    let some_unreachable = seen.iter().filter(is_ffn).any(|seen| matches!(seen.found, Found::Nobody(_)));
+    let mut there: BTreeSet<u32> = ranks.ffn.iter().map(|(_, rank)| spec(rank).index).collect();
+    for (_, attention) in &ranks.attention {
+        // Ranks that were not asked, because --ffn left them out.
+        there.extend(attention.info.ffn_peers.iter().filter_map(|peer| peer.shard).map(|shard| shard.index));
+    }
+    let is_told = |index: u32| {
+        let words = format!("shard {index}/{count} has no rank");
+        ranks.attention.iter().any(|(_, attention)| attention.info.not_ready.contains(&words))
+    };
     for index in (0..count).filter(|index| !there.contains(index)) {
+        // Attention knows more: a rank may be there that it refuses.
+        if is_told(index) && !some_unreachable {
+            continue;
+        }
         let sentence = format!(
             "no rank serves shard {index} of {count}: start `ffn-svc serve --shard {index}/{count}` and name it in --ffn"
         );
@@ -237,10 +236,7 @@ fn links(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
 
 /// Kinds of link that an FFN rank offers, as attention names them.
 pub(super) fn offered(rank: &FfnRank) -> Vec<String> {
-    let short = |kind: v1::LinkKind| {
-        kind.as_str_name().trim_start_matches("LINK_KIND_").to_lowercase().replace('_', "-")
-    };
-    rank.edge.answer.link_kinds().map(short).collect()
+    rank.edge.answer.link_kinds().map(|kind| spelling::link(kind).to_owned()).collect()
 }
 
 /// An attention rank tells the address it resolved; a name is compared by its port alone.

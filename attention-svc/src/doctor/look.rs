@@ -1,6 +1,7 @@
 //! What an address says of itself.
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use afd_common::net::client::NotConnected;
 use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
@@ -43,8 +44,10 @@ pub(super) enum Found {
     Attention(Box<AttentionRank>),
     /// An FFN rank.
     Ffn(Box<FfnRank>),
-    /// Nobody, or a stranger; why, in words.
-    Nothing(String),
+    /// Nobody who could be reached; why, in words.
+    Nobody(String),
+    /// Somebody who does not say who it is, or a stranger; why, in words.
+    Stranger(String),
 }
 
 /// An attention rank from outside.
@@ -102,8 +105,8 @@ impl Look {
     async fn at(&self, address: &str, expected: v1::Role) -> Seen {
         let found = match timeout(self.patience, self.ask(address, expected)).await {
             Ok(Ok(found)) => found,
-            Ok(Err(why)) => Found::Nothing(why),
-            Err(_) => Found::Nothing(format!("does not answer within {:?} (--timeout)", self.patience)),
+            Ok(Err(why)) => Found::Stranger(why),
+            Err(_) => Found::Stranger(format!("does not answer within {:?} (--timeout)", self.patience)),
         };
         Seen { address: address.to_owned(), expected, found }
     }
@@ -117,7 +120,13 @@ impl Look {
         for role in roles {
             let token = if role == v1::Role::Ffn { &self.join_token } else { &self.api_token };
             let channel = dial::dial(address, self.tls.as_ref(), token, self.patience).await;
-            let channel = channel.map_err(|why| format!("cannot be reached: {why}"))?;
+            let channel = match channel {
+                Ok(channel) => channel,
+                Err(why @ NotConnected::Unreachable(_)) => {
+                    return Ok(Found::Nobody(format!("cannot be reached: {why}")));
+                }
+                Err(why) => return Err(format!("cannot be asked: {why}")),
+            };
             let asked = match role {
                 v1::Role::Ffn => self.ask_ffn(channel).await,
                 _ => self.ask_attention(channel).await,

@@ -67,7 +67,9 @@ fn row(seen: &Seen) -> Vec<String> {
                 clock(rank.clock()),
             ]);
         }
-        Found::Nothing(_) => cells.extend(std::iter::repeat_n("–".to_owned(), HEADS.len() - 1)),
+        Found::Nobody(_) | Found::Stranger(_) => {
+            cells.extend(std::iter::repeat_n("–".to_owned(), HEADS.len() - 1))
+        }
     }
     cells
 }
@@ -89,7 +91,7 @@ fn rank(seen: &Seen) -> Value {
     let fingerprint =
         |model: Option<&afd_common::proto::v1::ModelIdentity>| model.map(|m| m.fingerprint.clone());
     let found = match &seen.found {
-        Found::Nothing(why) => json!({"role": null, "why": why}),
+        Found::Nobody(why) | Found::Stranger(why) => json!({"role": null, "why": why}),
         Found::Attention(rank) => {
             let peer =
                 |peer: &afd_common::proto::v1::FfnPeer| json!({"address": peer.address, "link": peer.link});

@@ -118,7 +118,7 @@ fn an_address_where_nobody_is() {
     seen.push(Seen {
         address: "10.0.0.3:7001".into(),
         expected: v1::Role::Ffn,
-        found: Found::Nothing("is not there: Connection refused".into()),
+        found: Found::Nobody("is not there: Connection refused".into()),
     });
     says(&seen, Fault::Unreachable, &["10.0.0.3:7001", "an FFN rank", "Connection refused"]);
     assert!(report::text(&seen, &diagnose(&seen, MAX_SKEW)).contains("✗ 10.0.0.3:7001"));
@@ -144,20 +144,40 @@ fn another_model_is_told_by_the_plainest_field() {
         of(f1).hidden_size = 128;
         of(f1).fingerprint = "beef".into();
     });
-    says(&seen, Fault::Model, &["ffn-1:7001", "`hidden_size` is 128 there and 64 here"]);
+    says(&seen, Fault::Model, &["ffn-1:7001", "`model.hidden_size` is 128 there and 64 here"]);
     let seen = deployment(|_, f0, _| of(f0).fingerprint = "beef".into());
-    says(&seen, Fault::Model, &["`fingerprint` is beef there and f00d here", "--seed"]);
+    says(&seen, Fault::Model, &["`model.fingerprint` is beef there and f00d here", "--seed"]);
     let seen = deployment(|_, f0, _| of(f0).gate_placement = v1::GatePlacement::Attention.into());
-    says(&seen, Fault::Model, &["`gate_placement`", "--gate"]);
+    says(&seen, Fault::Model, &["`model.gate_placement` is attention there and ffn here", "--gate"]);
 }
 
 #[test]
 fn a_missing_shard_and_ranks_that_count_differently() {
-    let seen = deployment(|_, _, f1| f1.edge.answer.shard = Some(v1::ShardSpec { index: 0, count: 2 }));
+    fn both_first(a: &mut AttentionRank, f1: &mut FfnRank) {
+        f1.edge.answer.shard = Some(v1::ShardSpec { index: 0, count: 2 });
+        a.info.ffn_peers[1].shard = f1.edge.answer.shard;
+    }
+    let seen = deployment(|a, _, f1| both_first(a, f1));
     says(&seen, Fault::ShardMissing, &["shard 1 of 2", "--shard 1/2"]);
     let seen = deployment(|_, _, f1| f1.edge.answer.shard = Some(v1::ShardSpec { index: 1, count: 3 }));
-    let faults: Vec<_> = diagnose(&seen, MAX_SKEW).into_iter().map(|finding| finding.fault).collect();
-    assert_eq!(faults, [Fault::ShardCount, Fault::ShardMissing]);
+    says(&seen, Fault::ShardCount, &["ffn-1:7001 owns shard 1 of 3", "one of 2"]);
+    // What is known otherwise is not called missing.
+    let seen = deployment(|a, _, f1| {
+        both_first(a, f1);
+        a.info.not_ready = "shard 1/2 has no rank, for 2.0 s: 10.0.0.3:1 refuses: another model".into();
+    });
+    says(&seen, Fault::NotReady, &["another model"]);
+}
+
+#[test]
+fn a_rank_that_does_not_say_who_it_is_is_not_called_missing() {
+    let mut seen = deployment(|a, _, _| a.info.ffn_peers.truncate(1));
+    seen[2].found = Found::Stranger("tells nothing without a token".into());
+    says(&seen, Fault::Unreachable, &["ffn-1:7001", "without a token"]);
+    // Nor is one that attention uses and --ffn left out.
+    let mut seen = deployment(|_, _, _| ());
+    seen.truncate(2);
+    assert_eq!(diagnose(&seen, MAX_SKEW), []);
 }
 
 #[test]

@@ -29,7 +29,7 @@ pub trait FfnPort: Send {
     /// Says what is about to come.
     ///
     /// # Errors
-    /// [`FfnLoss::Unavailable`] when a shard has no usable rank.
+    /// [`FfnLoss::Bereft`] when a shard has no usable rank.
     fn begin_step(&mut self, plan: &StepOutline) -> Result<(), FfnLoss>;
 
     /// Sends the rows of a hop, `[num_rows, hidden]` in the compute dtype, and the side tensors the layer asks for.
@@ -164,8 +164,15 @@ pub enum FfnLoss {
     Unavailable {
         /// Which rank or shard, with its address.
         peer: String,
-        /// What happened, how long was waited and which option changes that.
+        /// What happened.
         what: String,
+    },
+    /// A shard has no rank, and has had none for as long as that is borne (`--ffn-loss-timeout`) if a step was under way.
+    /// As above.
+    #[error("no rank serves FFN shard {shard}")]
+    Bereft {
+        /// As `--shard` takes it.
+        shard: String,
     },
     /// The FFN refused this hop or failed on it; it lives on. Retrying the same rows does not help.
     #[error("{hop}: {peer} reported: {what}")]

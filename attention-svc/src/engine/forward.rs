@@ -186,6 +186,6 @@ fn wrong(hop: HopKey, what: String) -> Stop {
 fn lost(loss: FfnLoss) -> Stop {
     match loss {
         FfnLoss::Rejected { .. } => Stop::Stage(SequenceError::Internal(loss.to_string())),
-        FfnLoss::Unavailable { .. } | FfnLoss::Fatal { .. } => Stop::Step(loss),
+        FfnLoss::Unavailable { .. } | FfnLoss::Bereft { .. } | FfnLoss::Fatal { .. } => Stop::Step(loss),
     }
 }

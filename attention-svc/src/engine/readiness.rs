@@ -2,6 +2,7 @@
 use std::time::Instant;
 
 use afd_common::ids::StepId;
+use afd_common::spelling::span;
 
 use super::run::{Engine, Loss};
 use super::{AttentionPort, EngineDeath, EngineState, FfnLoss};
@@ -43,19 +44,24 @@ impl<A: AttentionPort> Engine<A> {
             self.loss.take_if(|loss| loss.steps == 0);
             return true;
         }
-        let unready = || Loss { since: now, steps: 0, what: String::new() };
-        let since = self.loss.get_or_insert_with(unready).since;
+        let loss = self.loss.get_or_insert(Loss { since: now, steps: 0, what: None });
+        let (since, lost_with) = (loss.since, loss.what.clone());
         let timeout = self.config.ffn_loss_timeout;
         let overdue =
             self.sequences.iter().filter(|(_, active)| now - since.max(active.submitted) >= timeout);
-        let overdue = overdue.map(|(id, _)| *id).collect::<Vec<_>>();
-        if !overdue.is_empty() {
-            let (waited_ms, standing) = (timeout.as_millis(), self.ffn.standing());
-            let mut what = format!("waited {waited_ms} ms (--ffn-loss-timeout) for FFN ranks: {standing}");
-            if let Some(Loss { steps: 1.., what: lost, .. }) = &self.loss {
-                what = format!("{what}; the last step was lost with {lost}");
-            }
-            overdue.into_iter().for_each(|id| self.fail(id, SequenceError::FfnUnavailable(what.clone())));
+        let overdue = overdue.map(|(id, active)| (*id, active.submitted <= since)).collect::<Vec<_>>();
+        if overdue.is_empty() {
+            return false;
+        }
+        let (waited, standing) = (span(timeout), self.ffn.standing());
+        let waited = format!("waited {waited} (--ffn-loss-timeout) for FFN ranks: {standing}");
+        for (id, was_there) in overdue {
+            // Whoever came later was in no step that was lost.
+            let what = match lost_with.as_ref().filter(|_| was_there) {
+                Some(lost_with) => format!("{waited}; the last step was lost with {lost_with}"),
+                None => waited.clone(),
+            };
+            self.fail(id, SequenceError::FfnUnavailable(what));
         }
         false
     }

@@ -46,7 +46,8 @@ pub(super) struct Loss {
     pub(super) since: Instant,
     /// Steps lost in a row.
     pub(super) steps: u32,
-    pub(super) what: String,
+    /// What the last of them was lost with, unless that was what is waited for: a shard without a rank.
+    pub(super) what: Option<String>,
 }
 
 impl<A: AttentionPort> Engine<A> {

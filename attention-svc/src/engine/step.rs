@@ -235,6 +235,7 @@ impl<A: AttentionPort> Engine<A> {
             let error = SequenceError::FfnUnavailable(what);
             step.items.iter().for_each(|item| self.fail(item.sequence, error.clone()));
         } else {
+            let what = (!matches!(loss, FfnLoss::Bereft { .. })).then_some(what);
             self.loss = Some(Loss { since, steps: steps + 1, what });
         }
     }

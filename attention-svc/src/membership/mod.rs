@@ -7,6 +7,7 @@ use afd_common::ids::Shard;
 use afd_common::net::Tokens;
 use afd_common::proto::v1;
 use afd_common::proto::v1::membership_service_server::{MembershipService, MembershipServiceServer};
+use afd_common::spelling;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
@@ -61,8 +62,9 @@ fn invalid(field: &str, what: &str) -> Status {
     Status::invalid_argument(format!("`{field}`: {what}"))
 }
 
-fn differs(field: &str, caller: &str, own: &str) -> Status {
-    let message = format!("`{field}` differs: the caller has {caller}, this attention rank has {own}");
+fn differs(field: &str, caller: &str, own: &str, options: &str) -> Status {
+    let message =
+        format!("`{field}` differs: the caller has {caller}, this attention rank has {own} ({options})");
     Status::failed_precondition(message)
 }
 
@@ -79,11 +81,8 @@ impl MembershipService for Membership {
         })?;
         let identity = identity.ok_or_else(|| invalid("identity", "missing"))?;
         if identity.role() != v1::Role::Ffn {
-            return Err(differs(
-                "identity.role",
-                identity.role().as_str_name(),
-                "ROLE_FFN for announcements",
-            ));
+            let caller = spelling::role(identity.role());
+            return Err(differs("identity.role", caller, "ffn for announcements", "--announce"));
         }
         if !afd_common::net::is_address(&address) {
             return Err(invalid("address", &format!("{address:?} is no address; expected host:port")));
@@ -92,7 +91,12 @@ impl MembershipService for Membership {
             return Err(invalid("shard", "missing, or its index is not below its count"));
         }
         if fingerprint != self.fingerprint {
-            return Err(differs("model.fingerprint", &fingerprint, &self.fingerprint));
+            return Err(differs(
+                "model.fingerprint",
+                &fingerprint,
+                &self.fingerprint,
+                "--model, or --load-format and --seed",
+            ));
         }
         let rank = identity.rank;
         let peer = v1::AnnouncedPeer { identity: Some(identity), address: address.clone(), shard };

@@ -91,7 +91,7 @@ fn add_step(events: &mut Vec<Value>, lanes: &mut Lanes, pid: u32, step: &Profile
 }
 
 fn add_report(events: &mut Vec<Value>, lanes: &mut Lanes, report: &FfnReport) {
-    let pid = lanes.process(&format!("{} ({})", report.peer, report.shard));
+    let pid = lanes.process(&format!("{} (shard {})", report.peer, report.shard));
     for hop in &report.report.hops {
         let lane = (pid, hop.stage);
         lanes.name(lane, &format!("stage {}", hop.stage));

@@ -6,13 +6,13 @@ use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use afd_common::ids::Shard;
 use afd_common::link::{Doorbell, LinkKind};
 use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
+use afd_common::spelling;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -20,16 +20,19 @@ use tokio_util::sync::CancellationToken;
 use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
 use super::hop_table::EdgeId;
 use super::joining::{self, Opened, Target};
+use super::peer::{Peer, PeerState};
 use super::roster::{NotSeated, Process, Roster};
 use super::stats::FfnReports;
 use super::stream_edge::StreamEdge;
 use super::stream_joining::StreamSettings;
+use super::talk::{Talk, heartbeat};
 
 /// Plans waiting for the control stream: a few steps' worth.
 const PLAN_QUEUE: usize = 16;
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_MOST: Duration = Duration::from_secs(1);
-/// Before a process is asked again that another one keeps out, unless that one goes first.
+/// Before a process is asked again that another one keeps out, unless that one goes first; and at most, before one is that
+/// knows another process as this rank.
 const TWIN_RETRY: Duration = Duration::from_secs(5);
 
 /// What stays the same for every rank and every session.
@@ -81,99 +84,15 @@ pub struct Shared {
     pub reports: Arc<FfnReports>,
 }
 
-/// One address, for people and for readiness.
-#[derive(Clone, Debug)]
-pub struct Peer {
-    /// How it stands.
-    pub state: PeerState,
-    /// Since when it has been up, refusing, or neither.
-    pub since: Instant,
-    /// Which shard it served when it was up last.
-    pub served: Option<Shard>,
-    /// Every shard that it has served, and when it was lost the last time that it did.
-    pub lost: Vec<(Shard, Instant)>,
-}
-
-/// How one rank stands.
-#[derive(Clone, Debug)]
-pub enum PeerState {
-    /// Trying; what went wrong last.
-    Connecting {
-        /// "connection refused", or empty before the first attempt has ended.
-        last_error: String,
-    },
-    /// Somebody is there, and there is no session with it; what went wrong last. Another try may help.
-    Apart {
-        /// "join: no answer within 5000 ms", or its own words.
-        last_error: String,
-    },
-    /// It answered and said no: another model, another shard count, a rank twice.
-    Refused {
-        /// The rank's own words, or this one's.
-        why: String,
-        /// Only a change of somebody's options can help.
-        for_good: bool,
-    },
-    /// In use.
-    Up {
-        /// Which part of every layer it owns.
-        shard: Shard,
-        /// How rows travel.
-        link: LinkKind,
-        /// Tells when the engine has lost it, which may be before its control stream says so.
-        life: Arc<Life>,
-    },
-}
-
-impl Peer {
-    /// Nothing is known yet.
-    pub fn unknown(now: Instant) -> Self {
-        let state = PeerState::Connecting { last_error: String::new() };
-        Self { state, since: now, served: None, lost: Vec::new() }
-    }
-
-    /// The rank's shard and link, while it is in use.
-    pub fn in_use(&self) -> Option<(Shard, LinkKind)> {
-        match &self.state {
-            PeerState::Up { shard, link, life } if life.lost_at().is_none() => Some((*shard, *link)),
-            _ => None,
-        }
-    }
-
-    /// When it was lost the last time that it served a shard.
-    pub fn lost_at(&self, shard: Shard) -> Option<Instant> {
-        self.lost.iter().find(|(other, _)| *other == shard).map(|(_, at)| *at)
-    }
-
-    /// Takes a new state in. Returns whether it says anything new.
-    pub(super) fn handle(&mut self, state: PeerState, now: Instant) -> bool {
-        let news = match (&self.state, &state) {
-            (PeerState::Connecting { last_error: old }, PeerState::Connecting { last_error: new })
-            | (PeerState::Apart { last_error: old }, PeerState::Apart { last_error: new }) => old != new,
-            (PeerState::Refused { why: old, .. }, PeerState::Refused { why: new, .. }) => old != new,
-            _ => true,
-        };
-        if std::mem::discriminant(&self.state) != std::mem::discriminant(&state) {
-            self.since = now;
-        }
-        if let PeerState::Up { shard, life, .. } = &self.state {
-            self.lost.retain(|(other, _)| other != shard);
-            self.lost.push((*shard, life.lost_at().unwrap_or(now)));
-        }
-        if let PeerState::Up { shard, .. } = state {
-            self.served = Some(shard);
-        }
-        self.state = state;
-        news
-    }
-}
-
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SessionError {
     #[error("{0}")]
     Refused(String),
     #[error("join: {0}")]
     NotSeated(#[from] NotSeated),
+    /// Another live process says that it is this attention rank.
+    #[error("{0}")]
+    Taken(String),
     #[error("{0}")]
     Broken(String),
     #[error("{0}")]
@@ -194,7 +113,7 @@ pub async fn run(
     peer: watch::Sender<Peer>,
     stop: CancellationToken,
 ) {
-    let mut control = Control { address, host, shared: &shared, peer, process: None };
+    let mut control = Control { address, host, shared: &shared, peer, process: None, is_taken: false };
     let mut pause = RETRY_FIRST;
     loop {
         let begun = Instant::now();
@@ -208,7 +127,8 @@ pub async fn run(
             return;
         }
         // A session that has lasted is no reason to hesitate.
-        pause = if begun.elapsed() > RETRY_MOST { RETRY_FIRST } else { (pause * 2).min(RETRY_MOST) };
+        let most = if matches!(ended, SessionError::Taken(_)) { TWIN_RETRY } else { RETRY_MOST };
+        pause = if begun.elapsed() > RETRY_MOST { RETRY_FIRST } else { (pause * 2).min(most) };
         let is_kept_out =
             matches!(ended, SessionError::NotSeated(NotSeated::Twin { .. } | NotSeated::Alias { .. }));
         control.handle_end(ended);
@@ -228,6 +148,8 @@ struct Control<'a> {
     peer: watch::Sender<Peer>,
     /// Who answered last.
     process: Option<Process>,
+    /// Another process was this attention rank when this one last tried to join.
+    is_taken: bool,
 }
 
 /// A process in its place; gives the place up when dropped.
@@ -252,13 +174,21 @@ impl<'a> Control<'a> {
         news
     }
 
-    fn handle_end(&self, ended: SessionError) {
+    fn handle_end(&mut self, ended: SessionError) {
         let why = ended.to_string();
         let address = self.address;
+        let is_taken = matches!(ended, SessionError::Taken(_));
+        if std::mem::replace(&mut self.is_taken, is_taken) != is_taken && is_taken {
+            let retry_s = TWIN_RETRY.as_secs();
+            tracing::warn!(
+                peer = %address, why, retry_s, option = "--rank",
+                "another process is this attention rank; trying on until it is gone"
+            );
+        }
         let state = match ended {
             SessionError::Refused(_) => PeerState::Refused { why: why.clone(), for_good: true },
             SessionError::NotSeated(_) => PeerState::Refused { why: why.clone(), for_good: false },
-            SessionError::Broken(_) | SessionError::Away(_) => {
+            SessionError::Taken(_) | SessionError::Broken(_) | SessionError::Away(_) => {
                 tracing::debug!(peer = %address, why, "no session with FFN rank");
                 let is_away = matches!(ended, SessionError::Away(_));
                 self.set_state(match is_away {
@@ -279,8 +209,8 @@ impl<'a> Control<'a> {
             identity.ok_or_else(|| SessionError::Refused("join: the answer has no identity".into()))?;
         if identity.role() != v1::Role::Ffn {
             return Err(SessionError::Refused(format!(
-                "join: identity.role is {}, expected ROLE_FFN (--ffn)",
-                identity.role().as_str_name()
+                "join: identity.role is {}, expected ffn (--ffn)",
+                spelling::role(identity.role())
             )));
         }
         let process = self.process.insert(Process::of(identity)).clone();
@@ -340,107 +270,16 @@ impl<'a> Control<'a> {
         shared.tell(up);
         let lease = Duration::from_millis(joined.lease_ms.max(100).into());
         let steps_may_fail = kind.is_stream_driven();
-        let talk =
-            Talk { id, peer: named, shard, shared, life, lease, to_rank, last_hop: (0, 0), steps_may_fail };
+        let last_hop = (0, 0);
+        let talk = Talk { id, peer: named, shard, shared, life, lease, to_rank, steps_may_fail, last_hop };
         let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
         shared.tell(EdgeEvent::Down { id, why: why.clone() });
         Err(SessionError::Broken(why))
     }
 }
 
-/// The control stream of an edge.
-struct Talk<'a> {
-    id: EdgeId,
-    peer: Arc<str>,
-    shard: Shard,
-    shared: &'a Shared,
-    life: Arc<Life>,
-    lease: Duration,
-    to_rank: mpsc::Sender<v1::StepsRequest>,
-    last_hop: (u64, u32),
-    /// A step that failed ends the link: the FFN has given it up already.
-    steps_may_fail: bool,
-}
-
-impl Talk<'_> {
-    /// Until one side ends it: says why.
-    async fn run(
-        mut self,
-        mut plans: mpsc::Receiver<v1::steps_request::Message>,
-        mut abandoned: mpsc::Receiver<String>,
-        mut responses: tonic::Streaming<v1::StepsResponse>,
-        stop: &CancellationToken,
-    ) -> String {
-        let lease = self.lease;
-        let mut beat = tokio::time::interval(lease / 3);
-        loop {
-            let request = tokio::select! {
-                plan = plans.recv() => match plan {
-                    Some(plan) => plan,
-                    None => return "the engine has dropped the edge".to_owned(),
-                },
-                _ = beat.tick() => heartbeat(),
-                why = abandoned.recv() => return why.unwrap_or_else(|| "the engine has dropped the edge".to_owned()),
-                () = stop.cancelled() => return "this attention rank is stopping".to_owned(),
-                response = tokio::time::timeout(lease, responses.message()) => match response {
-                    Err(_) => return format!("said nothing for {} ms (its lease)", lease.as_millis()),
-                    Ok(Err(status)) => return format!("control stream failed: {}", status.message()),
-                    Ok(Ok(None)) => return "ended the control stream".to_owned(),
-                    Ok(Ok(Some(response))) => {
-                        match self.handle(response) {
-                            Some(why) => return why,
-                            None => continue,
-                        }
-                    }
-                },
-            };
-            let request = v1::StepsRequest { session_id: String::new(), message: Some(request) };
-            if self.to_rank.send(request).await.is_err() {
-                return "closed the control stream".to_owned();
-            }
-        }
-    }
-
-    /// Takes a message in. Why the session is over, if it says so.
-    fn handle(&mut self, response: v1::StepsResponse) -> Option<String> {
-        match response.message {
-            Some(v1::steps_response::Message::Heartbeat(beat)) => {
-                let begun = (beat.last_step_id, beat.last_layer);
-                if std::mem::replace(&mut self.last_hop, begun) != begun {
-                    self.life.handle_moved(Instant::now());
-                }
-            }
-            Some(v1::steps_response::Message::Report(report)) => {
-                self.life.handle_moved(Instant::now());
-                tracing::trace!(
-                    step = report.step_id,
-                    hops = report.num_hops,
-                    compute_us = report.compute_us,
-                    "step report"
-                );
-                let failed = report.error.clone().filter(|_| self.steps_may_fail);
-                let failed =
-                    failed.map(|error| format!("step {} failed there: {}", report.step_id, error.message));
-                self.shared.reports.handle_report(&self.peer, self.shard, report);
-                return failed;
-            }
-            Some(v1::steps_response::Message::Draining(draining)) => {
-                tracing::info!(remaining_ms = draining.remaining_ms, "FFN rank is draining");
-                self.shared.tell(EdgeEvent::Draining { id: self.id });
-            }
-            None => {}
-        }
-        None
-    }
-}
-
-fn heartbeat() -> v1::steps_request::Message {
-    let sent_at_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
-    v1::steps_request::Message::Heartbeat(v1::Heartbeat { sent_at_us, ..v1::Heartbeat::default() })
-}
-
 impl Shared {
-    fn tell(&self, event: EdgeEvent) {
+    pub(super) fn tell(&self, event: EdgeEvent) {
         // The engine outlives its edges; if it is gone, so is everything that could use the event.
         let _ = self.events.send(event);
         self.bell.ring();

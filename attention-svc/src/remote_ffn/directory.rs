@@ -12,7 +12,8 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::control::{self, Peer, PeerState, Shared};
+use super::control::{self, Shared};
+use super::peer::{Peer, PeerState};
 use super::standing::Standing;
 use super::stats::FfnStats;
 use crate::membership::announced::Announced;

@@ -1,5 +1,6 @@
 //! The live edges of every shard, and which of them this attention rank uses.
 use afd_common::ids::Shard;
+use afd_common::spelling;
 
 use super::edge::Edge;
 use super::hop_table::EdgeId;
@@ -74,7 +75,10 @@ impl<E: OfShard> Edges<E> {
         if self.shards.len() != count {
             return Err((
                 edge,
-                format!("this deployment has {} shards, the rank says {count}", self.shards.len()),
+                format!(
+                    "this deployment has {}, the rank says {count}",
+                    spelling::count(self.shards.len() as u64, "shard")
+                ),
             ));
         }
         let index = edge.shard().index() as usize;

@@ -14,6 +14,7 @@ use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
+use afd_common::spelling::{self, count};
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -70,10 +71,10 @@ pub(super) async fn join(
     if joined.max_tokens_per_stage < settings.max_tokens_per_stage || joined.max_stages < settings.max_stages
     {
         return Err(SessionError::Refused(format!(
-            "join: the rank serves {} stages of {} tokens, this attention rank needs {} of {} \
-             (--max-num-batched-tokens here, --max-tokens-per-stage there)",
-            joined.max_stages,
-            joined.max_tokens_per_stage,
+            "join: the rank serves {} of {}, this attention rank needs {} of {} (--stages and --max-num-batched-tokens \
+             here, --max-stages and --max-tokens-per-stage there)",
+            count(joined.max_stages, "stage"),
+            count(joined.max_tokens_per_stage, "token"),
             settings.max_stages,
             settings.max_tokens_per_stage
         )));
@@ -86,7 +87,10 @@ pub(super) fn combine_dtype(joined: &v1::JoinResponse) -> Result<RowType, Sessio
     match joined.combine_dtype() {
         v1::Dtype::F32 => Ok(RowType::F32),
         v1::Dtype::Bf16 => Ok(RowType::Bf16),
-        other => Err(SessionError::Refused(format!("join: combine dtype {other:?} is not known here"))),
+        other => {
+            let dtype = spelling::dtype(other);
+            Err(SessionError::Refused(format!("join: combine dtype {dtype} is not known here")))
+        }
     }
 }
 
@@ -242,6 +246,7 @@ fn from_status(what: &str, status: &tonic::Status) -> SessionError {
             "{what}: no ffn-svc listens there (--ffn): {}",
             if status.message().is_empty() { "it does not know the call" } else { status.message() }
         )),
-        _ => SessionError::Broken(format!("{what}: {} ({:?})", client::words(status), status.code())),
+        Code::AlreadyExists => SessionError::Taken(format!("{what}: {}", client::words(status))),
+        _ => SessionError::Broken(format!("{what}: {}", client::words(status))),
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! On a token's path: the engine dispatches a layer's rows ([`port`]), they are kept ([`kept`]), shared out over the shards
 //! ([`routes`]) and their parts tracked ([`hop_table`]) until every partial sum is back. Beside it, in tokio: [`directory`]
-//! finds the ranks behind `--ffn` and says how they stand ([`standing`]), one [`control`] task per rank joins ([`joining`],
-//! [`roster`]), opens links and sends plans ([`announce`] says which); [`edge`] is what both sides say to each other, [`settings`] what the port is told. Between
+//! finds the ranks behind `--ffn` and says how they stand ([`standing`], [`peer`]), one [`control`] task per rank joins
+//! ([`joining`], [`roster`]), opens links and sends plans ([`talk`]; [`announce`] says which) while the rank keeps its
+//! [lease](afd_common::lease); [`edge`] is what both sides say to each other, [`settings`] what the port is told. Between
 //! GPUs a stream drives the links ([`stream_joining`], [`stream_edge`]) and whole steps are enqueued ([`streams`]). [`local`] puts the FFN into this
 //! process instead (`--ffn local`), and [`connect`] puts the parts together.
 pub mod announce;
@@ -18,6 +19,7 @@ mod joining;
 pub mod kept;
 pub mod local;
 pub mod outstanding;
+pub mod peer;
 pub mod port;
 pub mod recorder;
 pub mod roster;
@@ -29,3 +31,4 @@ pub mod stream_edge;
 pub mod stream_joining;
 mod stream_times;
 pub mod streams;
+mod talk;

@@ -68,7 +68,7 @@ impl Outstanding {
                 let expected = (sent.num_rows_of(shard), hidden_size, edge.combine_dtype);
                 if (rows, columns, dtype) != expected {
                     return Err(format!(
-                        "{hop}: came back as {rows} × {columns} {dtype:?}, expected {} × {} {:?}",
+                        "{hop}: came back as {rows} × {columns} {dtype}, expected {} × {} {}",
                         expected.0, expected.1, expected.2
                     ));
                 }

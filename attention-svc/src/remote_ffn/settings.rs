@@ -6,6 +6,7 @@ use afd_common::config::model::ModelConfig;
 use afd_common::frame::RowType;
 use afd_common::identity::ExpertRules;
 use afd_common::placement::Placement;
+use afd_common::spelling::count;
 
 use super::streams::StreamPlace;
 
@@ -39,8 +40,8 @@ impl PortSettings {
             None => Ok(Arc::new(Placement::contiguous(&self.model, num_shards))),
             Some(placement) if placement.num_shards() == num_shards => Ok(Arc::clone(placement)),
             Some(placement) => {
-                let placed = placement.num_shards();
-                Err(format!("the placement has {placed} shards, the rank says {num_shards} (--placement)"))
+                let placed = count(placement.num_shards(), "shard");
+                Err(format!("the placement has {placed}, the rank says {num_shards} (--placement)"))
             }
         }
     }

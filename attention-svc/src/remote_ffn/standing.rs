@@ -6,8 +6,9 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use afd_common::ids::Shard;
+use afd_common::spelling::span;
 
-use super::control::{Peer, PeerState};
+use super::peer::{Peer, PeerState};
 
 /// Everything known at one moment.
 pub struct Standing<'a> {
@@ -42,12 +43,12 @@ impl Standing<'_> {
 
     fn missing(&self) -> String {
         if self.shard_count == 0 {
-            return format!("no FFN rank has joined, for {}", seconds(self.now - self.started));
+            return format!("no FFN rank has joined, for {}", span(self.now - self.started));
         }
         let shards = (0..self.shard_count).filter_map(|index| Shard::new(index, self.shard_count));
         let missing = shards.filter_map(|shard| self.missing_for(shard).map(|gone| (shard, gone)));
         let each: Vec<_> =
-            missing.map(|(shard, gone)| format!("{shard} has no rank, for {}", seconds(gone))).collect();
+            missing.map(|(shard, gone)| format!("shard {shard} has no rank, for {}", span(gone))).collect();
         // Between a rank's return and the engine's taking it in.
         if each.is_empty() { "every FFN shard has a rank again".into() } else { each.join(", ") }
     }
@@ -67,11 +68,11 @@ impl Standing<'_> {
     }
 
     fn describe(&self, line: &mut String, peer: &Peer) {
-        let ago = |at: Instant| seconds(self.now.saturating_duration_since(at));
+        let ago = |at: Instant| span(self.now.saturating_duration_since(at));
         let _ = match (&peer.state, peer.served) {
             (PeerState::Up { shard, life, .. }, _) => match life.lost_at() {
-                None => write!(line, "is up, {shard}"),
-                Some(at) => write!(line, "was up, {shard}, and was lost {} ago", ago(at)),
+                None => write!(line, "is up, shard {shard}"),
+                Some(at) => write!(line, "was up, shard {shard}, and was lost {} ago", ago(at)),
             },
             (PeerState::Refused { why, .. }, _) => {
                 write!(line, "refuses, for {}: {why}", ago(peer.since))
@@ -81,7 +82,16 @@ impl Standing<'_> {
             }
             (PeerState::Apart { last_error }, Some(shard)) => {
                 let since = ago(peer.since);
-                write!(line, "was up, {shard}, and has no session any more, for {since}: {last_error}")
+                let parted = match peer.parted.as_str() {
+                    "" => String::new(),
+                    // Said already.
+                    parted if parted == last_error => String::new(),
+                    parted => format!(", and before that {parted}"),
+                };
+                write!(
+                    line,
+                    "was up, shard {shard}, and has no session any more, for {since}: {last_error}{parted}"
+                )
             }
             (PeerState::Connecting { last_error }, None) if last_error.is_empty() => {
                 write!(line, "is being connected to, for {}", ago(peer.since))
@@ -90,14 +100,10 @@ impl Standing<'_> {
                 write!(line, "is not there, for {}: {last_error}", ago(peer.since))
             }
             (PeerState::Connecting { last_error }, Some(shard)) => {
-                write!(line, "was up, {shard}, and is not there, for {}: {last_error}", ago(peer.since))
+                write!(line, "was up, shard {shard}, and is not there, for {}: {last_error}", ago(peer.since))
             }
         };
     }
-}
-
-fn seconds(time: Duration) -> String {
-    format!("{:.1} s", time.as_secs_f64())
 }
 
 #[cfg(test)]
@@ -115,7 +121,7 @@ mod tests {
 
     fn up(index: u32, since: Instant, life: &Arc<Life>) -> Peer {
         let state = PeerState::Up { shard: shard(index), link: LinkKind::Tcp, life: Arc::clone(life) };
-        Peer { state, since, served: Some(shard(index)), lost: Vec::new() }
+        Peer { state, since, served: Some(shard(index)), ..Peer::unknown(since) }
     }
 
     fn sentence(peers: &[Peer], shard_count: u32, started: Instant, after_ms: u64) -> String {
@@ -134,7 +140,13 @@ mod tests {
         let refused = PeerState::Refused { why: "model.fingerprint differs".into(), for_good: true };
         let peers = [
             up(0, started, &life),
-            Peer { state: refused, since: gone, served: Some(shard(1)), lost: vec![(shard(1), gone)] },
+            Peer {
+                state: refused,
+                since: gone,
+                served: Some(shard(1)),
+                lost: vec![(shard(1), gone)],
+                ..Peer::unknown(gone)
+            },
             Peer::unknown(started),
         ];
         assert_eq!(
@@ -196,7 +208,24 @@ mod tests {
         peer.handle(up(0, started, &Arc::new(Life::new(started))).state, started);
         peer.handle(live, started + Duration::from_secs(1));
         let said = sentence(&[peer], 2, started, 1900);
-        assert!(said.contains("was up, shard 0/2, and has no session any more, for 0.9 s: join"), "{said}");
+        assert!(said.contains("was up, shard 0/2, and has no session any more, for 900 ms: join"), "{said}");
+    }
+
+    #[test]
+    fn what_ended_the_session_is_said_beside_what_joining_again_meets() {
+        let started = Instant::now();
+        let (mut peer, apart) =
+            (Peer::unknown(started), |what: &str| PeerState::Apart { last_error: what.into() });
+        peer.handle(up(0, started, &Arc::new(Life::new(started))).state, started);
+        peer.handle(apart("it said nothing for 5.0 s"), started + Duration::from_secs(5));
+        let said = sentence(&[peer.clone()], 2, started, 6000);
+        assert!(said.contains("any more, for 1.0 s: it said nothing for 5.0 s; ffn-9:1"), "{said}");
+        peer.handle(apart("connecting: no word"), started + Duration::from_secs(9));
+        let said = sentence(&[peer], 2, started, 9000);
+        assert!(
+            said.contains("for 4.0 s: connecting: no word, and before that it said nothing for 5.0 s"),
+            "{said}"
+        );
     }
 
     #[test]

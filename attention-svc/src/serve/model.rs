@@ -85,7 +85,7 @@ pub(super) fn load(
         name = source.name,
         architecture = identity.architecture,
         fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
-        dtype = ?rows,
+        dtype = %rows,
         device = %source.device,
         load_format = %source.load_format,
         threads = capacity.threads,

@@ -1,4 +1,4 @@
-//! Control over this process: how its compute threads wait, how many they are, what they are called.
+//! Control over this process: when it may be told to end, how its compute threads wait, how many they are, what they are called.
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -28,6 +28,30 @@ pub fn reexec_with_passive_wait() -> Result<(), FfiError> {
         command.arg0(name);
     }
     Err(fail(command.args(arguments).env(WAIT_POLICY, "PASSIVE").exec()))
+}
+
+/// SIGTERM and SIGINT wait from now on, in this thread and in those it starts, until [`let_end`]: neither ends the process, and
+/// neither is lost, [beginning anew](reexec_with_passive_wait) included. First thing in `main`, for a process that ends well
+/// whenever it is told to.
+pub fn hold_end() {
+    mask_end(libc::SIG_BLOCK);
+}
+
+/// The calling thread takes SIGTERM and SIGINT again, and what has waited comes now. By then something should handle it.
+pub fn let_end() {
+    mask_end(libc::SIG_UNBLOCK);
+}
+
+fn mask_end(how: libc::c_int) {
+    // SAFETY: an all-zero set is memory that `sigemptyset` makes a set of; every call only writes to or reads from it, and
+    // both signals exist. None of them fails with such arguments.
+    unsafe {
+        let mut ends: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut ends);
+        libc::sigaddset(&mut ends, libc::SIGTERM);
+        libc::sigaddset(&mut ends, libc::SIGINT);
+        libc::pthread_sigmask(how, &ends, std::ptr::null_mut());
+    }
 }
 
 /// Threads that one tensor operation may use, for every thread that has not computed yet. Call before the engine starts.

@@ -12,7 +12,7 @@ use crate::frame::RowType;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DtypeChoice {
-    /// As the checkpoint is stored; f32 for what is stored in f16, which no link carries.
+    /// As the checkpoint is stored; float32 for what is stored in float16, which no link carries.
     #[default]
     Auto,
     /// Always this one.
@@ -57,11 +57,10 @@ impl FromStr for DtypeChoice {
 
 impl fmt::Display for DtypeChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Fixed(RowType::F32) => "float32",
-            Self::Fixed(RowType::Bf16) => "bfloat16",
-        })
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Fixed(rows) => rows.fmt(f),
+        }
     }
 }
 

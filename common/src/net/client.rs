@@ -132,12 +132,28 @@ fn target(address: &str, uri: &str) -> Result<(http::Uri, u16), NetError> {
     }
 }
 
-/// What a call's status says, and what the transport says below it.
+/// What a call's status says to people: the other side's own words, or what became of the connection to it, without
+/// what the transport calls that.
 pub fn words(status: &tonic::Status) -> String {
-    match status.source().map(innermost) {
-        Some(cause) if !status.message().contains(&cause) => format!("{}: {cause}", status.message()),
-        _ => status.message().to_owned(),
+    // Only what was not sent by the other side has a source.
+    match status.source().map(io_cause) {
+        Some(Some(cause)) => format!("the connection broke: {cause}"),
+        Some(None) => "the connection broke".into(),
+        None if status.message().is_empty() => status.code().description().to_lowercase(),
+        None => status.message().to_owned(),
     }
+}
+
+/// The system's word for what happened, or TLS's.
+fn io_cause(error: &(dyn Error + 'static)) -> Option<String> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(cause) = error.downcast_ref::<io::Error>() {
+            return Some(innermost(cause));
+        }
+        next = error.source();
+    }
+    None
 }
 
 /// "transport error" says nothing; what it was made of does.
@@ -152,6 +168,20 @@ fn innermost(error: &dyn Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_status_is_told_in_words() {
+        assert_eq!(words(&tonic::Status::already_exists("A0 is live")), "A0 is live");
+        assert_eq!(
+            words(&tonic::Status::new(tonic::Code::NotFound, "")),
+            "some requested entity was not found"
+        );
+        let reset = io::Error::from_raw_os_error(104);
+        let broken = tonic::Status::from_error(Box::new(reset));
+        assert_eq!(words(&broken), "the connection broke: Connection reset by peer (os error 104)");
+        let other = tonic::Status::from_error("h2 protocol error: stream no longer needed".into());
+        assert_eq!(words(&other), "the connection broke");
+    }
 
     #[test]
     fn what_is_no_address_is_named() {

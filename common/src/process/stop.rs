@@ -22,7 +22,8 @@ impl Told {
     }
 }
 
-/// SIGTERM, and SIGINT, which is Ctrl-C. From its making on neither ends the process by itself.
+/// SIGTERM, and SIGINT, which is Ctrl-C. From its making on neither ends the process by itself; what was
+/// [held](afd_ffi::process::hold_end) before comes then.
 #[derive(Debug)]
 pub struct Stop {
     terminate: Signal,
@@ -30,12 +31,15 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Within a runtime.
+    /// Within a runtime, on a thread that lives as long as the process: it is the one that is told.
     ///
     /// # Errors
     /// The system's.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+        let stop =
+            Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
+        afd_ffi::process::let_end();
+        Ok(stop)
     }
 
     /// Waits for the next of them. One that is not waited for is not lost.

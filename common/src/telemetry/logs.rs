@@ -5,7 +5,10 @@ use std::io::{self, IsTerminal};
 use std::str::FromStr;
 
 use tracing::Subscriber;
+use tracing::field::Field;
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::format::{Writer, debug_fn};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry, fmt as format};
@@ -95,7 +98,12 @@ where
     let filter = EnvFilter::try_new(&config.filter)
         .map_err(|error| LogError::Filter { filter: config.filter.clone(), what: error.to_string() })?;
     let lines: Box<dyn Layer<Registry> + Send + Sync> = match config.format {
-        LogFormat::Text => format::layer().with_writer(writer).with_ansi(colour).with_filter(filter).boxed(),
+        LogFormat::Text => format::layer()
+            .fmt_fields(debug_fn(text_field).delimited(" "))
+            .with_writer(writer)
+            .with_ansi(colour)
+            .with_filter(filter)
+            .boxed(),
         LogFormat::Json => format::layer()
             .json()
             .flatten_event(true)
@@ -106,6 +114,16 @@ where
             .boxed(),
     };
     Ok(tracing_subscriber::registry().with(lines))
+}
+
+/// A field as text. Where it ends can be seen: what has spaces in it is quoted, as strings are anyway.
+fn text_field(writer: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
+    if field.name() == "message" {
+        return write!(writer, "{value:?}");
+    }
+    let text = format!("{value:?}");
+    let shows_its_end = text.starts_with(['"', '[', '{', '(']) || !text.contains(char::is_whitespace);
+    if shows_its_end { write!(writer, "{field}={text}") } else { write!(writer, "{field}={text:?}") }
 }
 
 #[cfg(test)]
@@ -152,6 +170,20 @@ mod tests {
         assert_eq!(line["span"]["request_id"], "r-1");
         let text = logged(&LogConfig::default(), work);
         assert!(text.contains("served") && text.contains("r-1") && !text.contains("not wanted"), "{text}");
+    }
+
+    #[test]
+    fn whatever_has_spaces_in_it_is_quoted() {
+        let text = logged(&LogConfig::default(), || {
+            let error = io::Error::other("it is gone");
+            tracing::info!(%error, why = "a b", peer = %"F0", rows = 3, shapes = ?[1, 2], "no session with it");
+        });
+        assert!(
+            text.ends_with(
+                "no session with it error=\"it is gone\" why=\"a b\" peer=F0 rows=3 shapes=[1, 2]\n"
+            ),
+            "{text}"
+        );
     }
 
     #[test]

@@ -108,7 +108,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "MS", help_heading = "Capacity")]
     pub board_ms: Option<f64>,
 
-    /// An attention rank that says nothing for so long, in milliseconds, has left [default: 5000]
+    /// A session with an attention rank in which one side says nothing for so long, in milliseconds, is over; each says
+    /// something three times as often [default: 5000]
     #[arg(long, value_name = "MS", help_heading = "Timeouts")]
     pub lease_ms: Option<u64>,
     /// Time to finish what is queued when the process is told to end (SIGTERM) [default: 30s]

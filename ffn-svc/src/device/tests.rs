@@ -154,7 +154,7 @@ fn kernels_and_libtorch_agree_on_a_gpu() {
                 stream.synchronize().unwrap();
                 let size = [num_rows as i64, 256];
                 let found = afd_ffi::cuda::view(&device, &output, &size, wanted.kind()).unwrap();
-                close(&found, &wanted, &format!("{shard}, {layer}, {num_rows} rows"));
+                close(&found, &wanted, &format!("shard {shard}, {layer}, {num_rows} rows"));
             }
         }
     }
@@ -189,7 +189,7 @@ fn prompts_are_computed_as_libtorch_alone_does_on_a_gpu() {
             let wanted = run(&model);
             model.run_on(&stream).unwrap();
             for (found, wanted) in run(&model).iter().zip(&wanted) {
-                close(found, wanted, &format!("{shard}"));
+                close(found, wanted, &format!("shard {shard}"));
             }
         }
     }

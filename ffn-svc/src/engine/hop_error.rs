@@ -20,7 +20,7 @@ pub enum HopError {
         found: u32,
     },
     /// The rows are of another element type.
-    #[error("rows are {found:?}, expected the activation dtype {expected:?}")]
+    #[error("rows are {found}, expected the activation dtype {expected}")]
     RowType {
         /// As agreed.
         expected: RowType,
@@ -227,7 +227,10 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named_with_expected_and_received() {
         assert_eq!(message(|h| h.columns = 5), "rows have 5 columns, expected the hidden size 4");
-        assert_eq!(message(|h| h.dtype = RowType::Bf16), "rows are Bf16, expected the activation dtype F32");
+        assert_eq!(
+            message(|h| h.dtype = RowType::Bf16),
+            "rows are bfloat16, expected the activation dtype float32"
+        );
         assert_eq!(message(|h| h.rows = 9), "9 rows, at most 8 were agreed (--max-tokens-per-stage)");
         assert_eq!(
             message(|h| h.hop.layer.0 = 1),

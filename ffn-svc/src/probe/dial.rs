@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use afd_common::config::option::{OptionError, client_tls, own_certificate, refuse};
-use afd_common::net::client::words;
+use afd_common::net::client::{NotConnected, words};
 use afd_common::net::tls::ClientTls;
 use afd_common::net::{TlsFiles, client, is_address};
 use tonic::metadata::{Ascii, MetadataValue};
@@ -77,7 +77,7 @@ pub fn refusal(status: &Status, token_option: &str) -> String {
             format!("tells nothing without a token: {words} ({token_option})")
         }
         (Code::Unauthenticated, words) => format!("tells nothing: {words}"),
-        (code, words) => format!("answers with an error: {words} ({code:?})"),
+        (_, words) => format!("answers with an error: {words}"),
     }
 }
 
@@ -96,15 +96,16 @@ pub fn address(text: &str) -> Result<String, String> {
 /// Connects to `address`, host:port, and waits for its greeting.
 ///
 /// # Errors
-/// One line that says why not.
+/// [`NotConnected`], one line.
 pub async fn dial(
     address: &str,
     tls: Option<&ClientTls>,
     token: &Token,
     patience: Duration,
-) -> Result<DialedChannel, String> {
+) -> Result<DialedChannel, NotConnected> {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    let peer = tls.map(|tls| tls.peer(host)).transpose().map_err(|error| error.to_string())?;
+    let peer = tls.map(|tls| tls.peer(host)).transpose();
+    let peer = peer.map_err(|error| NotConnected::Unreachable(error.to_string()))?;
     let channel = client::connect(address, peer.as_ref(), patience).await?;
     Ok(InterceptedService::new(channel, token.clone()))
 }

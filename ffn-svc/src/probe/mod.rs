@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
+use afd_common::spelling;
 use anyhow::{anyhow, bail};
 use serde_json::json;
 use tokio::time::timeout;
@@ -109,7 +110,7 @@ fn sentence(options: &ProbeOptions, described: &v1::DescribeResponse, edge: &Edg
         model.architecture,
         model.num_layers,
         model.hidden_size,
-        model.activation_dtype().as_str_name(),
+        spelling::dtype(model.activation_dtype()),
         shard.index,
         shard.count,
         described.max_rows,
@@ -128,7 +129,7 @@ fn json(options: &ProbeOptions, described: &v1::DescribeResponse, edge: &Edge) -
             "fingerprint": model.fingerprint,
             "layers": model.num_layers,
             "hidden_size": model.hidden_size,
-            "dtype": model.activation_dtype().as_str_name(),
+            "dtype": spelling::dtype(model.activation_dtype()),
         },
         "shard": {"index": shard.index, "count": shard.count},
         "max_rows": described.max_rows,

@@ -42,6 +42,6 @@ async fn serves(client: &mut HealthClient<DialedChannel>, service: &str) -> anyh
     match client.check(HealthCheckRequest { service: service.into() }).await {
         Ok(answer) => Ok(Some(answer.into_inner().status() == ServingStatus::Serving)),
         Err(status) if matches!(status.code(), Code::NotFound | Code::Unimplemented) => Ok(None),
-        Err(status) => Err(anyhow!("does not say how it is: {} ({:?})", words(&status), status.code())),
+        Err(status) => Err(anyhow!("does not say how it is: {}", words(&status))),
     }
 }

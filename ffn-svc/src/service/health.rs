@@ -32,9 +32,12 @@ impl Phase {
     /// The same for plain HTTP.
     pub fn standing(&self) -> Standing {
         let (word, reason) = match self {
-            Self::Loading => ("loading", None),
+            Self::Loading => ("loading", Some("weights are being loaded".into())),
             Self::Ready => ("ready", None),
-            Self::Draining => ("draining", None),
+            Self::Draining => {
+                let why = "it is ending: what is queued is finished, nobody new is let in (--drain-timeout)";
+                ("draining", Some(why.into()))
+            }
             Self::Dead(why) => ("dead", Some(why.clone())),
         };
         Standing { is_ready: self.is_ready(), is_live: self.is_live(), word, reason }

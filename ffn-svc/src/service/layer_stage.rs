@@ -6,6 +6,7 @@ use afd_common::ids::{Epoch, HopKey, LayerIdx};
 use afd_common::link::{LinkKind, inline};
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_server::LayerStageService;
+use afd_common::spelling;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
@@ -123,11 +124,8 @@ fn dispatch(spec: &StageSpec, request: v1::RunStageRequest) -> Result<(FrameHead
         v1::Dtype::F32 => RowType::F32,
         v1::Dtype::Bf16 => RowType::Bf16,
         other => {
-            let expected = afd_common::identity::dtype(spec.activations).as_str_name();
-            return Err(wrong(
-                "hidden_states.dtype",
-                format!("{}, expected {expected}", other.as_str_name()),
-            ));
+            let what = format!("{}, expected {}", spelling::dtype(other), spec.activations);
+            return Err(wrong("hidden_states.dtype", what));
         }
     };
     let (side, side_columns) = side_of(spec, layer, num_rows, &request.side_tensors)?;
@@ -162,10 +160,11 @@ fn side_of(
         return Ok((SideKind::None, 0));
     };
     let expected = side_specs(inputs.side, inputs.side_columns);
-    let received: Vec<_> = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape.clone())).collect();
+    let received: Vec<_> =
+        tensors.iter().map(|tensor| (spelling::dtype(tensor.dtype()), tensor.shape.clone())).collect();
     let wanted: Vec<_> = expected
         .iter()
-        .map(|spec| (spec.dtype(), vec![i64::from(num_rows), i64::from(spec.columns)]))
+        .map(|spec| (spelling::dtype(spec.dtype()), vec![i64::from(num_rows), i64::from(spec.columns)]))
         .collect();
     if received != wanted {
         let names: Vec<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
@@ -269,22 +268,22 @@ mod tests {
         );
         assert_eq!(
             refused(|r| rows(r).dtype = v1::Dtype::I32.into()),
-            "`hidden_states.dtype`: DTYPE_I32, expected DTYPE_F32"
+            "`hidden_states.dtype`: int32, expected float32"
         );
         let unexpected = refused(|r| r.side_tensors = vec![tensor(v1::Dtype::F32, &[3, 2], 24)]);
-        assert_eq!(unexpected, "`side_tensors`: [(F32, [3, 2])]; layer 0 takes [] as []");
+        assert_eq!(unexpected, r#"`side_tensors`: [("float32", [3, 2])]; layer 0 takes [] as []"#);
         let missing = refused(|r| r.layer = 1);
         assert!(
-            missing.contains(r#"[]; layer 1 takes ["topk_ids", "topk_weights"] as [(I32, [3, 2])"#),
+            missing.contains(r#"[]; layer 1 takes ["topk_ids", "topk_weights"] as [("int32", [3, 2])"#),
             "{missing}"
         );
         let no_tokens = refused(|r| r.layer = 2);
-        assert_eq!(no_tokens, r#"`side_tensors`: []; layer 2 takes ["input_ids"] as [(I64, [3, 1])]"#);
+        assert_eq!(no_tokens, r#"`side_tensors`: []; layer 2 takes ["input_ids"] as [("int64", [3, 1])]"#);
         let swapped = refused(|r| {
             r.layer = 1;
             r.side_tensors = vec![tensor(v1::Dtype::F32, &[3, 2], 24), tensor(v1::Dtype::I32, &[3, 2], 24)];
         });
-        assert!(swapped.contains("[(F32, [3, 2]), (I32, [3, 2])]; layer 1 takes"), "{swapped}");
+        assert!(swapped.contains(r#"[("float32", [3, 2]), ("int32", [3, 2])]; layer 1 takes"#), "{swapped}");
     }
 
     #[test]

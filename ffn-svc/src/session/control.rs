@@ -1,12 +1,13 @@
 //! `FfnControlService`: the face of [`Sessions`] over gRPC.
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use afd_common::proto::v1::ffn_control_service_server::FfnControlService;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::registry::Place;
 use super::sessions::Sessions;
@@ -18,15 +19,39 @@ const MAX_PROBE_BYTES: usize = 4 << 20;
 /// Largest message of this service: a probe, and what surrounds its payload.
 pub const MAX_MESSAGE_BYTES: usize = MAX_PROBE_BYTES + 1024;
 
+/// Callers whose refusal is remembered, so that whoever tries on is warned about once.
+const MAX_REFUSED: usize = 64;
+/// Of a caller's place, before it is known to be anything.
+const MAX_PLACE_CHARS: usize = 200;
+
 /// See the module's head.
 pub struct Control {
     sessions: Arc<Sessions>,
+    /// Who was refused and why, the oldest first, until somebody of that place is let in.
+    refused: Mutex<VecDeque<(String, Code)>>,
 }
 
 impl Control {
     /// Over these sessions.
     pub fn new(sessions: Arc<Sessions>) -> Self {
-        Self { sessions }
+        Self { sessions, refused: Mutex::default() }
+    }
+
+    /// Whether this is new: the caller was not refused so already.
+    fn note_refused(&self, place: &str, code: Code) -> bool {
+        let mut refused = self.lock_refused();
+        let is_new = !refused.iter().any(|(who, why)| (who.as_str(), *why) == (place, code));
+        if is_new {
+            if refused.len() == MAX_REFUSED {
+                refused.pop_front();
+            }
+            refused.push_back((place.to_owned(), code));
+        }
+        is_new
+    }
+
+    fn lock_refused(&self) -> MutexGuard<'_, VecDeque<(String, Code)>> {
+        self.refused.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -35,11 +60,21 @@ impl FfnControlService for Control {
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
         let peer = request.remote_addr();
         let request = request.into_inner();
-        self.sessions.join(&request).map(Response::new).inspect_err(|status| {
-            let who = request.identity.as_ref().map(Place::of).map(|place| place.to_string());
-            let from = peer.map(|peer| peer.to_string());
-            tracing::warn!(from, peer = who, why = status.message(), "join refused");
-        })
+        let place = request.identity.as_ref().map(|identity| Place::of(identity).to_string());
+        let place: String = place.unwrap_or_default().chars().take(MAX_PLACE_CHARS).collect();
+        let joined = self.sessions.join(&request);
+        match &joined {
+            Ok(_) => self.lock_refused().retain(|(who, _)| *who != place),
+            Err(status) => {
+                let (from, why) = (peer.map(|peer| peer.to_string()), status.message());
+                if self.note_refused(&place, status.code()) {
+                    tracing::warn!(from, peer = place, why, "join refused");
+                } else {
+                    tracing::debug!(from, peer = place, why, "join refused");
+                }
+            }
+        }
+        joined.map(Response::new)
     }
 
     async fn open_links(

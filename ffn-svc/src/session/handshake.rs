@@ -2,9 +2,10 @@
 //! rank serves go in, an [`Agreement`] or a [`Refusal`] that names the field and both values comes out.
 use std::fmt;
 
+use afd_common::identity::{Compared, difference};
 use afd_common::net::{Gate, Tokens};
-use afd_common::placement::CONTIGUOUS;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
+use afd_common::spelling;
 use subtle::ConstantTimeEq;
 use tonic::metadata::{Ascii, MetadataValue};
 
@@ -90,7 +91,7 @@ pub struct Agreement {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Something that must be equal is not.
-    #[error("`{field}` differs: the caller has {caller}, this FFN rank has {own}")]
+    #[error("`{field}` differs: the caller has {caller}, this FFN rank has {own} ({options})")]
     Differs {
         /// Name in the protocol.
         field: &'static str,
@@ -98,9 +99,11 @@ pub enum Refusal {
         caller: String,
         /// This rank's value.
         own: String,
+        /// What changes it.
+        options: &'static str,
     },
     /// There is nothing that both sides can use.
-    #[error("`{field}` have nothing in common: the caller has {caller}, this FFN rank has {own}")]
+    #[error("`{field}` have nothing in common: the caller has {caller}, this FFN rank has {own} (--link)")]
     NothingInCommon {
         /// Name in the protocol.
         field: &'static str,
@@ -133,13 +136,13 @@ pub enum Refusal {
 /// The first [`Refusal`], in the order of the protocol's fields.
 #[allow(clippy::unnecessary_min_or_max, reason = "the minor version will not stay 0")]
 pub fn agree(offer: &Offer, request: &v1::JoinRequest) -> Result<Agreement, Refusal> {
-    equal("protocol_major", request.protocol_major, PROTOCOL_MAJOR)?;
+    equal("protocol_major", request.protocol_major, PROTOCOL_MAJOR, "update one of the two")?;
     check_token(offer.join_token.as_ref(), &request.join_token)?;
     check_identity(request.identity.as_ref())?;
     check_model(&offer.model, request.model.as_ref())?;
     // 0: the caller takes what the first rank says.
     if request.shard_count != 0 {
-        equal("shard_count", request.shard_count, offer.shard_count)?;
+        equal("shard_count", request.shard_count, offer.shard_count, "--shard of all FFN ranks")?;
     }
     Ok(Agreement {
         protocol_minor: request.protocol_minor.min(PROTOCOL_MINOR),
@@ -154,11 +157,11 @@ pub fn agree(offer: &Offer, request: &v1::JoinRequest) -> Result<Agreement, Refu
     })
 }
 
-fn equal<T: PartialEq + fmt::Display>(field: &'static str, caller: T, own: T) -> Result<(), Refusal> {
+fn equal(field: &'static str, caller: u32, own: u32, options: &'static str) -> Result<(), Refusal> {
     if caller == own {
         return Ok(());
     }
-    Err(Refusal::Differs { field, caller: caller.to_string(), own: own.to_string() })
+    Err(Refusal::Differs { field, caller: caller.to_string(), own: own.to_string(), options })
 }
 
 fn lower(field: &'static str, caller: u32, own: u32) -> Result<u32, Refusal> {
@@ -190,8 +193,9 @@ fn check_identity(identity: Option<&v1::Identity>) -> Result<(), Refusal> {
     if identity.role() != v1::Role::Attention {
         return Err(Refusal::Differs {
             field: "identity.role",
-            caller: identity.role().as_str_name().into(),
-            own: "ROLE_FFN, which only ROLE_ATTENTION may join".into(),
+            caller: spelling::role(identity.role()).into(),
+            own: "ffn, which only attention ranks may join".into(),
+            options: "--ffn",
         });
     }
     Ok(())
@@ -199,44 +203,16 @@ fn check_identity(identity: Option<&v1::Identity>) -> Result<(), Refusal> {
 
 fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> Result<(), Refusal> {
     let caller = caller.ok_or_else(|| missing("model"))?;
-    // The fingerprint covers these three; they say more than a hash, so they come first, and the hashes with them.
-    let shape = |model: &v1::ModelIdentity| {
-        let v1::ModelIdentity { architecture, hidden_size, num_layers, .. } = model;
-        [architecture.clone(), hidden_size.to_string(), num_layers.to_string()]
-    };
-    let names = ["model.architecture", "model.hidden_size", "model.num_layers"];
-    for ((field, theirs), ours) in names.into_iter().zip(shape(caller)).zip(shape(own)) {
-        if theirs != ours {
-            let with_hash =
-                |value, model: &v1::ModelIdentity| format!("{value} (fingerprint {})", model.fingerprint);
-            return Err(Refusal::Differs {
-                field,
-                caller: with_hash(theirs, caller),
-                own: with_hash(ours, own),
-            });
+    let Some((theirs, ours)) = difference(caller, own) else { return Ok(()) };
+    // The fingerprint covers these; they say more than a hash, and the hashes stand with them.
+    let with_hash = |compared: Compared, model: &v1::ModelIdentity| match compared.field {
+        "model.architecture" | "model.hidden_size" | "model.num_layers" => {
+            format!("{} (fingerprint {})", compared.value, model.fingerprint)
         }
-    }
-    equal("model.fingerprint", caller.fingerprint.as_str(), own.fingerprint.as_str())?;
-    equal(
-        "model.activation_dtype",
-        caller.activation_dtype().as_str_name(),
-        own.activation_dtype().as_str_name(),
-    )?;
-    equal("model.gate_placement", caller.gate_placement().as_str_name(), own.gate_placement().as_str_name())?;
-    equal("model.placement", placement(caller), placement(own))?;
-    equal("model.routing", routing(caller).as_str_name(), routing(own).as_str_name())
-}
-
-/// Who says nothing has contiguous parts.
-fn placement(model: &v1::ModelIdentity) -> &str {
-    if model.placement.is_empty() { CONTIGUOUS } else { &model.placement }
-}
-
-fn routing(model: &v1::ModelIdentity) -> v1::Routing {
-    match model.routing() {
-        v1::Routing::Unspecified => v1::Routing::Model,
-        said => said,
-    }
+        _ => compared.value,
+    };
+    let (field, options) = (theirs.field, theirs.options);
+    Err(Refusal::Differs { field, caller: with_hash(theirs, caller), own: with_hash(ours, own), options })
 }
 
 fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::LinkKind>, Refusal> {
@@ -246,16 +222,11 @@ fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::Link
     if common.is_empty() {
         return Err(Refusal::NothingInCommon {
             field: "link_kinds",
-            caller: kind_names(&wanted),
-            own: kind_names(&offer.link_kinds),
+            caller: spelling::links(wanted),
+            own: spelling::links(offer.link_kinds.iter().copied()),
         });
     }
     Ok(common)
-}
-
-fn kind_names(kinds: &[v1::LinkKind]) -> String {
-    let names: Vec<_> = kinds.iter().map(v1::LinkKind::as_str_name).collect();
-    if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
 fn missing(field: &'static str) -> Refusal {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use afd_common::link::grants::{Grant, GrantSpec, Refusal as AttachRefusal, Ticket};
 use afd_common::link::{Doorbell, HopLink, Limits, LinkKind};
 use afd_common::proto::v1;
+use afd_common::spelling;
 use tonic::{Code, Status};
 
 use super::sessions::{MAX_WAITING_LINKS, Session, Sessions};
@@ -118,8 +119,8 @@ fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
 }
 
 pub(super) fn not_agreed(session: &Session, kind: v1::LinkKind) -> Status {
-    let agreed: Vec<_> = session.agreement.link_kinds.iter().map(v1::LinkKind::as_str_name).collect();
-    invalid("links.kind", format!("{}; agreed were {}", kind.as_str_name(), agreed.join(", ")))
+    let agreed = spelling::links(session.agreement.link_kinds.iter().copied());
+    invalid("links.kind", format!("{}; agreed were {agreed}", spelling::link(kind)))
 }
 
 pub(super) fn check_sizes(session: &Session, link: &v1::LinkRequest) -> Result<(), Status> {

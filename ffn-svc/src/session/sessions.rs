@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::ids::Epoch;
+use afd_common::lease::Silence;
 use afd_common::link::grants::Grants;
 use afd_common::proto::{PROTOCOL_MAJOR, v1};
 use afd_common::telemetry::SpanSink;
@@ -251,17 +252,26 @@ impl Sessions {
     }
 
     async fn watch_lease(self: Arc<Self>, session: Arc<Session>) {
+        let lease = self.settings.lease;
+        let mut heard = Instant::now();
+        let mut silence = Silence::new(lease, heard);
         loop {
             let Some(ends) = self.lock_live().registry.lease_ends(&session.place, &session.id) else {
                 return;
             };
-            if ends <= Instant::now() {
-                let lease_ms = self.settings.lease.as_millis();
+            // Every word renews the lease.
+            let last_word = ends.checked_sub(lease).unwrap_or(heard);
+            if last_word > heard {
+                heard = last_word;
+                silence.handle_heard(heard);
+            }
+            if silence.handle_due(Instant::now()).is_some() {
+                let lease_ms = lease.as_millis();
                 return self
                     .end(&session, &format!("nothing was heard for {lease_ms} ms, its lease (--lease-ms)"));
             }
             tokio::select! {
-                () = tokio::time::sleep_until(ends.into()) => {}
+                () = tokio::time::sleep_until(silence.due().into()) => {}
                 () = session.ended() => return,
             }
         }

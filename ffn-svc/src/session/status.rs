@@ -17,7 +17,7 @@ impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Self {
         let message = refusal.to_string();
         let (code, reason, values) = match refusal {
-            Refusal::Differs { field, caller, own } => {
+            Refusal::Differs { field, caller, own, .. } => {
                 let values = vec![("field", field.to_owned()), ("caller", caller), ("own", own)];
                 (Code::FailedPrecondition, "JOIN_DIFFERS", values)
             }
@@ -91,7 +91,12 @@ mod tests {
 
     #[test]
     fn details_carry_the_reason_and_both_values() {
-        let refusal = Refusal::Differs { field: "shard_count", caller: "2".into(), own: "3".into() };
+        let (field, caller, own) = ("shard_count", "2".to_owned(), "3".to_owned());
+        let refusal = Refusal::Differs { field, caller, own, options: "--shard" };
+        assert_eq!(
+            refusal.to_string(),
+            "`shard_count` differs: the caller has 2, this FFN rank has 3 (--shard)"
+        );
         let status = Status::from(refusal);
         assert_eq!(status.code(), Code::FailedPrecondition);
         let info = status.get_details_error_info().unwrap();

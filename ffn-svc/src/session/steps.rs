@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use afd_common::ids::StepId;
-use afd_common::net::messages;
+use afd_common::lease::WORDS_PER_LEASE;
+use afd_common::net::{client, messages};
 use afd_common::proto::{RpcStatus, v1};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -98,7 +99,7 @@ enum End {
 fn broken(status: Status) -> End {
     match messages::blamed(&status, None).unwrap_or(status) {
         status if status.code() == Code::InvalidArgument => End::Refused(status),
-        status => End::Peer(format!("its control stream broke: {}", status.message())),
+        status => End::Peer(client::words(&status)),
     }
 }
 
@@ -111,7 +112,7 @@ struct Stream<'a> {
 
 impl Stream<'_> {
     async fn run(&mut self, requests: &mut Streaming<v1::StepsRequest>) -> End {
-        let mut beat = interval(self.sessions.settings().lease / 3);
+        let mut beat = interval(self.sessions.settings().lease / WORDS_PER_LEASE);
         beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut draining = self.sessions.draining();
         if draining.borrow_and_update().is_some() {

@@ -2,6 +2,7 @@
 use std::time::{Duration, Instant};
 
 use afd_common::link::LinkError;
+use afd_common::spelling::{count, span};
 
 use super::RemoteFfn;
 use crate::engine::FfnLoss;
@@ -96,10 +97,8 @@ impl RemoteFfn {
         let sent = self.started + Duration::from_micros(since_us);
         let overdue = moved.map_or(sent, |moved| sent.max(moved)) + allowed;
         if self.clock.now() >= overdue {
-            let allowed_ms = allowed.as_millis();
-            let why = format!(
-                "no answer and no progress within {allowed_ms} ms for {num_rows} rows (--hop-timeout)"
-            );
+            let (allowed, rows) = (span(allowed), count(num_rows, "row"));
+            let why = format!("no answer and no progress within {allowed} for {rows} (--hop-timeout)");
             self.handle_down(id, &why);
         }
         Some(overdue)

@@ -105,13 +105,9 @@ impl RemoteFfn {
         Some((self.edges.first_bereft()?, self.bereft_since? + self.settings.loss_timeout))
     }
 
+    /// What a step is lost with that needs a shard without a rank.
     pub(super) fn unavailable(&self, shard: usize) -> FfnLoss {
-        FfnLoss::Unavailable {
-            peer: format!("FFN shard {shard}"),
-            what: format!(
-                "no rank serves it and none took its place within {:.1} s (--ffn-loss-timeout)",
-                self.settings.loss_timeout.as_secs_f64()
-            ),
-        }
+        let count = self.edges.num_shards();
+        FfnLoss::Bereft { shard: if count == 0 { "0".into() } else { format!("{shard}/{count}") } }
     }
 }
