@@ -3,8 +3,7 @@ use afd_common::ids::LayerIdx;
 use afd_common::process::exit::Exit;
 use afd_common::weights::WeightError;
 use afd_ffi::cpu_attention::ShapeError;
-
-use super::rows::RowsError;
+use tch::TchError;
 
 /// Why attention cannot be loaded or computed. A retry of the same call does not help.
 #[derive(Debug, thiserror::Error)]
@@ -63,7 +62,7 @@ pub enum ModelError {
         /// Layer and operation.
         place: String,
         /// libtorch's words.
-        source: tch::TchError,
+        source: TchError,
     },
 }
 
@@ -83,7 +82,7 @@ pub(super) trait At<T> {
     fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError>;
 }
 
-impl<T> At<T> for Result<T, tch::TchError> {
+impl<T> At<T> for Result<T, TchError> {
     fn at(self, layer: LayerIdx, operation: &'static str) -> Result<T, ModelError> {
         self.map_err(|source| ModelError::Torch { place: format!("{layer}: {operation}"), source })
     }
@@ -109,6 +108,25 @@ macro_rules! at_on_device {
 
 at_on_device!(afd_gpu::GpuError, afd_ffi::FfiError, afd_ffi::cuda::CudaError);
 
+/// Why rows cannot be computed.
+#[derive(Debug)]
+pub(super) enum RowsError {
+    Shape(ShapeError),
+    Torch(TchError),
+}
+
+impl From<ShapeError> for RowsError {
+    fn from(error: ShapeError) -> Self {
+        Self::Shape(error)
+    }
+}
+
+impl From<TchError> for RowsError {
+    fn from(error: TchError) -> Self {
+        Self::Torch(error)
+    }
+}
+
 impl RowsError {
     pub(super) fn at_place(self, place: String) -> ModelError {
         match self {
@@ -119,6 +137,6 @@ impl RowsError {
 }
 
 /// The same for what belongs to no layer.
-pub(super) fn outside_layers(operation: &'static str) -> impl Fn(tch::TchError) -> ModelError {
+pub(super) fn outside_layers(operation: &'static str) -> impl Fn(TchError) -> ModelError {
     move |source| ModelError::Torch { place: operation.into(), source }
 }

@@ -12,13 +12,13 @@ use afd_ffi::cpu_heads::{StoredHeads, into_columns, into_rows};
 use afd_ffi::cpu_linear;
 use tch::{TchError, Tensor};
 
-use super::error::{At, ModelError, outside_layers};
+use super::error::{At, ModelError, RowsError, outside_layers};
 use super::flash::causal_attention;
 use super::kv::LayerCache;
 use super::prepare::{GatheredRows, PreparedStage};
 use super::project::{Projection, fused, out_projection};
 use super::rope::{Rope, softmax_factor};
-use super::rows::{Norm, RowsError, direct_attention, mla_rows, rms_norm};
+use super::rows::{Norm, direct_attention, mla_rows, rms_norm};
 
 mod prompts;
 

@@ -4,7 +4,7 @@ use afd_ffi::Crew;
 use afd_ffi::cpu_linear::{self, StoredMatrix};
 use tch::{Kind, Tensor};
 
-use super::rows::RowsError;
+use super::error::RowsError;
 
 /// A weight `[out, in]` and how it is multiplied with.
 pub(super) struct Projection {

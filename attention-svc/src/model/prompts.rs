@@ -14,12 +14,13 @@ use afd_gpu::ops::{Mla, MlaShape, RowPlaces, Rows};
 use afd_gpu::{Device, GpuError, Region, Stream};
 use tch::{Kind, Tensor};
 
+use super::device_rows::{DeviceRows, Span};
 use super::error::At;
 use super::gqa::GqaPrompts;
 use super::kv::LayerCache;
 use super::mla::MlaPrompts;
 use super::on_device::cos_sin;
-use super::prepare::{DeviceRows, PreparedStage, Span};
+use super::prepare::PreparedStage;
 use super::{AttentionModel, Block, ModelError, NoKernels};
 
 /// What all layers share, and what each has for itself.

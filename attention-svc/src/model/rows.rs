@@ -1,31 +1,14 @@
 //! What happens to each row around attention, where the rows are: one pass by loops of our own on the CPU, libtorch
 //! operations on any other device. Both compute in f32 and round once.
 use afd_common::weights::{WeightError, Weights};
-use afd_ffi::cpu_attention::{CacheView, ShapeError, paged_attention};
+use afd_ffi::cpu_attention::{CacheView, paged_attention};
 use afd_ffi::cpu_rows::{self, GqaShape, Pairing, QkNorms};
 use tch::{Device, Kind, TchError, Tensor};
 
-use super::prepare::{DeviceRows, PreparedStage};
+use super::device_rows::DeviceRows;
+use super::error::RowsError;
+use super::prepare::PreparedStage;
 use super::rope::Rope;
-
-/// Why rows cannot be computed.
-#[derive(Debug)]
-pub(super) enum RowsError {
-    Shape(ShapeError),
-    Torch(TchError),
-}
-
-impl From<ShapeError> for RowsError {
-    fn from(error: ShapeError) -> Self {
-        Self::Shape(error)
-    }
-}
-
-impl From<TchError> for RowsError {
-    fn from(error: TchError) -> Self {
-        Self::Torch(error)
-    }
-}
 
 /// The weight of a norm, as the loops take it and as libtorch does.
 pub(super) struct Norm {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::TextError;
-use super::tokenizer::{Scheme, Tokenizer, byte_level_bytes, fallback_byte};
-use super::utf8::Utf8Stream;
+use super::tokenizer::{Scheme, Tokenizer, fallback_byte};
+use super::utf8::{Utf8Stream, byte_level_bytes};
 
 /// Incremental detokenizer of one sequence.
 #[derive(Debug)]

@@ -8,8 +8,7 @@ use tokenizers::models::ModelWrapper;
 use tokenizers::models::bpe::BPE;
 use tokenizers::{Model, NormalizedString, Normalizer};
 
-use super::tokenizer::byte_level_bytes;
-use super::utf8::byte_level_byte;
+use super::utf8::{byte_level_byte, byte_level_bytes};
 
 /// What NFC makes of a text has at least a quarter of its bytes: the longest sequence that becomes one character has
 /// four, and the single characters that become shorter ones (the Kelvin sign) lose two bytes of three.

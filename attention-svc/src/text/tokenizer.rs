@@ -10,7 +10,7 @@ use tokenizers::decoders::DecoderWrapper;
 use super::TextError;
 use super::least_tokens::LeastTokens;
 use super::settings::TextSettings;
-use super::utf8::byte_level_byte;
+use super::utf8::byte_level_bytes;
 
 /// Whether text gets the tokenizer's own special tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,15 +177,6 @@ fn bos_rule(inner: &tokenizers::Tokenizer, settings: &TextSettings) -> BosRule {
         (true, false) => BosRule::DropFirst,
         _ => BosRule::AsGiven,
     }
-}
-
-/// Bytes of a byte-level token. One with characters outside the alphabet (an added token) is its own text.
-pub(super) fn byte_level_bytes(token: &str) -> Vec<u8> {
-    token
-        .chars()
-        .map(byte_level_byte)
-        .collect::<Option<Vec<u8>>>()
-        .unwrap_or_else(|| token.as_bytes().to_vec())
 }
 
 /// The byte that a token such as `<0xE4>` stands for.

@@ -46,6 +46,15 @@ impl Utf8Stream {
     }
 }
 
+/// Bytes of a byte-level token. One with characters outside the alphabet (an added token) is its own text.
+pub(super) fn byte_level_bytes(token: &str) -> Vec<u8> {
+    token
+        .chars()
+        .map(byte_level_byte)
+        .collect::<Option<Vec<u8>>>()
+        .unwrap_or_else(|| token.as_bytes().to_vec())
+}
+
 /// The byte that a character of a byte-level vocabulary stands for: GPT-2's table, in which printable bytes are
 /// themselves and the 68 others are U+0100 and up, in order.
 pub(super) fn byte_level_byte(character: char) -> Option<u8> {

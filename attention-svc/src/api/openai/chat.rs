@@ -13,8 +13,8 @@ use super::super::prompt::PromptSource;
 use super::super::validate::{FieldError, FieldNames, GenerationSpec};
 use super::super::{Api, ids};
 use super::fields::{Delivery, shared};
-use super::frame::{self, Frame, Writer};
-use super::unary::Finished;
+use super::frame::{Finished, Frame, Writer};
+use super::respond::respond;
 use super::{Received, logprobs, receive};
 use crate::request::{ChosenToken, FinishReason, TokenLogprobs};
 use crate::text::ChatMessage;
@@ -41,7 +41,7 @@ pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Res
     let frame = Frame::new(&api, &generation, object, request.delivery, n);
     let prompt = Arc::clone(&generation.prompts()[0]);
     let writer = ChatWriter { api, frame, prompt, with_logprobs, begun: vec![false; n] };
-    frame::respond(generation, writer).await
+    respond(generation, writer).await
 }
 
 struct ChatRequest {

@@ -13,9 +13,9 @@ use super::super::prompt::PromptSource;
 use super::super::validate::{FieldError, FieldNames, GenerationSpec, MAX_PROMPTS};
 use super::super::{Api, ids};
 use super::fields::{Delivery, shared};
-use super::frame::{self, Frame, Writer};
+use super::frame::{Finished, Frame, Writer};
 use super::logprobs::{self, TextLogprobs};
-use super::unary::Finished;
+use super::respond::respond;
 use super::{Received, receive};
 use crate::request::{FinishReason, TokenLogprobs};
 
@@ -50,7 +50,7 @@ pub(crate) async fn handle(State(api): State<Arc<Api>>, request: Request) -> Res
         asked_prompt_logprobs: request.asked_prompt_logprobs,
         api,
     };
-    frame::respond(generation, writer).await
+    respond(generation, writer).await
 }
 
 struct CompletionRequest {

@@ -1,18 +1,21 @@
-//! What the answers of both completion endpoints have in common: the envelope around their choices, the usage, and the way
-//! out, whole or as a stream. What a choice looks like is each endpoint's own.
+//! What the answers of both completion endpoints have in common: the envelope around their choices, and the usage. What a choice looks like is each endpoint's own.
 use std::sync::Arc;
 
-use axum::Json;
-use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use super::super::error::ApiError;
 use super::super::generation::{Generation, Update};
 use super::super::{Api, unix_seconds};
 use super::fields::Delivery;
-use super::unary::Finished;
-use super::{sse, unary};
-use crate::request::Usage;
+use crate::request::{ChosenToken, FinishReason, TokenLogprobs, Usage};
+
+/// One finished sequence.
+#[derive(Default)]
+pub(super) struct Finished {
+    pub(super) text: String,
+    pub(super) tokens: Vec<ChosenToken>,
+    pub(super) prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
+    pub(super) reason: Option<FinishReason>,
+}
 
 /// Writes the choices of one kind of answer.
 pub(super) trait Writer: Send + 'static {
@@ -22,26 +25,6 @@ pub(super) trait Writer: Send + 'static {
     fn choice(&mut self, index: usize, sequence: Finished) -> Value;
     /// Events for an update; none when it shows nothing.
     fn chunks(&mut self, update: Update) -> Vec<Value>;
-}
-
-/// Answers a request that runs: as a stream, or in one piece when all of it is there.
-///
-/// # Errors
-/// What failed before the first byte of the answer.
-pub(super) async fn respond<W: Writer>(
-    mut generation: Generation,
-    mut writer: W,
-) -> Result<Response, ApiError> {
-    if writer.frame().delivery.stream {
-        return sse::respond(generation, writer).await;
-    }
-    let sequences = unary::collect(&mut generation, writer.frame()).await?;
-    let choices =
-        sequences.into_iter().enumerate().map(|(index, sequence)| writer.choice(index, sequence)).collect();
-    let frame = writer.frame();
-    let mut answer = frame.envelope(choices);
-    answer["usage"] = frame.usage();
-    Ok(Json(answer).into_response())
 }
 
 /// See the module's head.
@@ -88,7 +71,8 @@ impl Frame {
         }
     }
 
-    fn envelope(&self, choices: Vec<Value>) -> Value {
+    /// Around choices.
+    pub(super) fn envelope(&self, choices: Vec<Value>) -> Value {
         json!({
             "id": *self.id,
             "object": self.object,
@@ -127,7 +111,8 @@ impl Frame {
         }
     }
 
-    fn usage(&self) -> Value {
+    /// Of all sequences so far.
+    pub(super) fn usage(&self) -> Value {
         let TotalUsage { prompt, completion, cached } = self.total;
         json!({
             "prompt_tokens": prompt,

@@ -17,6 +17,7 @@ mod fields;
 mod frame;
 mod logprobs;
 pub(super) mod models;
+mod respond;
 mod sse;
 pub(super) mod tokenize;
 mod unary;

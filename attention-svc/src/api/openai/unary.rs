@@ -1,17 +1,7 @@
 //! Answers in one piece: the updates of every sequence, put together.
 use super::super::error::ApiError;
 use super::super::generation::Generation;
-use super::frame::Frame;
-use crate::request::{ChosenToken, FinishReason, TokenLogprobs};
-
-/// One finished sequence.
-#[derive(Default)]
-pub(super) struct Finished {
-    pub(super) text: String,
-    pub(super) tokens: Vec<ChosenToken>,
-    pub(super) prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
-    pub(super) reason: Option<FinishReason>,
-}
+use super::frame::{Finished, Frame};
 
 /// Waits for every sequence of a request, and adds their usage up in its frame.
 ///

@@ -7,9 +7,9 @@ use afd_gpu::{Device, Region};
 use tch::Tensor;
 
 use super::Gqa;
+use crate::model::device_rows::Span;
 use crate::model::error::{At, ModelError};
 use crate::model::on_device::NoKernels;
-use crate::model::prepare::Span;
 use crate::model::prompts::Pass;
 use crate::model::rows::{Norm, direct_attention};
 

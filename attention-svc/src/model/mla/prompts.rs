@@ -9,9 +9,9 @@ use afd_gpu::{Device, Region};
 use tch::{TchError, Tensor};
 
 use super::{Dims, LATENT_NORM_EPS, Mla};
+use crate::model::device_rows::Span;
 use crate::model::error::{At, ModelError};
 use crate::model::on_device::NoKernels;
-use crate::model::prepare::Span;
 use crate::model::prompts::{MAX_ALONE, Pass};
 
 /// What a layer has for its prompts.

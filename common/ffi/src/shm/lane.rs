@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32, fence};
 
-use super::mapping::{Mapping, Shape};
+use super::mapping::Mapping;
+use super::shape::Shape;
 use crate::futex::{self, Scope};
 
 const FREE: u32 = 0;

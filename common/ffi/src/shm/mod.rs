@@ -16,9 +16,12 @@
 //! may also attach a debugger.
 mod lane;
 mod mapping;
+mod segment;
+mod shape;
 
 pub use lane::{Broken, PushError, Receiver, Sender, Slot, Watch};
-pub use mapping::{Nonce, Segment, Shape, Side};
+pub use segment::{Nonce, Segment, Side};
+pub use shape::Shape;
 
 #[cfg(test)]
 mod tests;
