@@ -104,7 +104,10 @@ async fn metrics_are_well_formed_and_all_that_dashboard_and_alerts_ask_for() -> 
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/observability");
     let dashboard = std::fs::read_to_string(folder.join("dashboard.json"))?;
     let mut expressions = Vec::new();
-    gather(&serde_json::from_str(&dashboard)?, &mut expressions);
+    let dashboard: Value = serde_json::from_str(&dashboard)?;
+    gather(&dashboard, &mut expressions);
+    let sources = std::fs::read_to_string(folder.join("grafana/datasources.yaml"))?;
+    check_dashboard(&dashboard, &sources)?;
     let alerts = std::fs::read_to_string(folder.join("alerts.yaml"))?;
     ensure!(expressions.len() > 30 && alerts.matches("- alert:").count() > 5, "nothing to check");
     ensure!(
@@ -129,6 +132,21 @@ async fn metrics_are_well_formed_and_all_that_dashboard_and_alerts_ask_for() -> 
         }
     }
     ensure!(used.len() > 30, "only {used:?} are used");
+    Ok(())
+}
+
+/// What Grafana's schema requires and its importer does not supply: without `showLegend` a panel shows no legend, and a
+/// data source that nobody has makes every panel ask who has one.
+fn check_dashboard(dashboard: &Value, sources: &str) -> anyhow::Result<()> {
+    let panels = dashboard["panels"].as_array().context("panels")?;
+    for (panel, legend) in panels.iter().map(|panel| (panel, &panel["options"]["legend"])) {
+        let complete = legend["showLegend"].is_boolean() && legend["calcs"].is_array();
+        ensure!(legend.is_null() || complete, "{}: legend lacks showLegend or calcs", panel["title"]);
+    }
+    for variable in dashboard["templating"]["list"].as_array().context("templating.list")? {
+        let chosen = variable["current"]["value"].as_str().context("a variable without a value")?;
+        ensure!(sources.contains(&format!("uid: {chosen},")), "no data source has the uid {chosen}");
+    }
     Ok(())
 }
 
