@@ -24,13 +24,18 @@ pub fn endpoint(address: &str, connect_timeout: Duration) -> Result<Endpoint, Ne
     let (uri, _) = target(address, &uri)?;
     let endpoint = Endpoint::from_shared(uri.to_string())
         .map_err(|error| NetError::Address { address: address.into(), what: error.to_string() })?;
-    Ok(endpoint
+    let endpoint = endpoint
         .tcp_nodelay(true)
         .connect_timeout(connect_timeout)
         .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
-        .http2_keep_alive_interval(KEEPALIVE)
-        .keep_alive_timeout(KEEPALIVE))
+        .initial_connection_window_size(WINDOW_BYTES);
+    Ok(kept_alive(endpoint, KEEPALIVE))
+}
+
+/// With a ping every so often while a call is on its way, and as long for its answer: a peer whose network has gone ends its
+/// calls with an error.
+fn kept_alive(endpoint: Endpoint, every: Duration) -> Endpoint {
+    endpoint.http2_keep_alive_interval(every).keep_alive_timeout(every)
 }
 
 /// A gRPC channel to `address` ("host:port"), connected and [greeted](super::greeting), under `tls` where the peer speaks
@@ -167,7 +172,36 @@ fn innermost(error: &dyn Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_client::HealthClient;
+
     use super::*;
+
+    /// A call to a server that sent its settings and then nothing, pings included.
+    #[tokio::test]
+    async fn a_server_that_falls_silent_ends_its_calls() {
+        let every = Duration::from_millis(50);
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let mute = tokio::spawn(say_settings_only(far));
+        let near = std::sync::Mutex::new(Some(near));
+        let dial = tower::service_fn(move |_: http::Uri| {
+            let near = near.lock().unwrap().take();
+            async move { near.map(TokioIo::new).ok_or_else(|| io::Error::other("dialled twice")) }
+        });
+        let endpoint = kept_alive(endpoint("ffn:7001", Duration::from_secs(1)).unwrap(), every);
+        let channel = endpoint.connect_with_connector(dial).await.unwrap();
+        let mut health = HealthClient::new(channel);
+        let answer = tokio::time::timeout(100 * every, health.check(HealthCheckRequest::default())).await;
+        assert!(answer.expect("a peer that answers no ping is still waited for").is_err());
+        mute.abort();
+    }
+
+    async fn say_settings_only(mut far: DuplexStream) {
+        far.write_all(b"\0\0\0\x04\0\0\0\0\0").await.unwrap();
+        let mut heard = [0; 4096];
+        while far.read(&mut heard).await.is_ok_and(|bytes| bytes > 0) {}
+    }
 
     #[test]
     fn a_status_is_told_in_words() {
