@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use afd_gpu::ops::{
-    Ahead, Blas, FewProducts, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep,
-    MlaWrite, NormRows, Product, RowPlaces, Rows, Sample,
+    Ahead, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows,
+    Product, ProductKernels, RowPlaces, Rows, Sample,
 };
 use afd_gpu::{Device, GpuError, Region, Staging, Stream};
 
@@ -29,8 +29,7 @@ const FEW_ROWS: usize = 16;
 pub(super) struct Kernels {
     rows: Rows,
     sample: Sample,
-    blas: Blas,
-    few: FewProducts,
+    products: ProductKernels,
 }
 
 /// One stage: its inputs, its rows on their way, and its products by padded rows.
@@ -77,7 +76,7 @@ struct Products {
 impl Kernels {
     pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
         let (rows, sample) = (Rows::new(device)?, Sample::new(device)?);
-        Ok(Self { rows, sample, blas: Blas::new(device)?, few: FewProducts::new(device)? })
+        Ok(Self { rows, sample, products: ProductKernels::new(device)? })
     }
 }
 
@@ -391,7 +390,7 @@ fn missing(padded: usize) -> GpuError {
 
 impl Products {
     fn new(kernels: &Kernels, shape: &KernelShape, rows: usize) -> Result<Self, GpuError> {
-        let product = |shape| Product::new(&kernels.blas, &kernels.few, shape);
+        let product = |shape| Product::new(&kernels.products, shape);
         let (projected, attended) = widths(shape);
         let absorb = match shape.attention {
             AttentionShape::Gqa { .. } => None,

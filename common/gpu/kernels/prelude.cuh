@@ -63,6 +63,9 @@ DEVICE uint4 load_shared_16(u32 address) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
     return v;
 }
+DEVICE void store_shared_16(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -99,6 +102,18 @@ DEVICE u64 policy_keep() {
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+// What the copy engine is told about a matrix, as an argument of a kernel.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+// A box of three dimensions, of which the innermost begins at `x`.
+DEVICE void fetch_box(u32 destination, const TensorMap& map, int x, int y, int z, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
+}
+// Where shared memory was written by ordinary stores, before the copy engine may write it again.
+DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A barrier among `threads` threads of the block; ids 1..15 (0 is __syncthreads).
 DEVICE void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -140,6 +155,9 @@ DEVICE u32 shared_address_of(u32 address, u32 rank) {
 DEVICE void store_shared_cluster(u32 address, float v) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+DEVICE void store_shared_cluster(u32 address, u64 v) {
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
+}
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -169,6 +187,17 @@ DEVICE float load_fresh(const float* p) {
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
     return v;
 }
+// Reads that are asked for here, in this order, though they may turn out not to be needed.
+DEVICE float load_now(const float* p) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE float4 load_now(const float4* p) {
+    float4 v;
+    asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    return v;
+}
 DEVICE int load_acquire(const int* p) {
     int v;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -190,6 +219,12 @@ DEVICE u64 load_acquire_system(const u64* p) {
     u64 v;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
+}
+// Of this multiprocessor; it wraps around.
+DEVICE u32 clock_cycles() {
+    u32 t;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(t));
+    return t;
 }
 DEVICE u64 nanoseconds() {
     u64 t;

@@ -30,13 +30,15 @@ pub enum Source {
     Sample,
     /// Products with few rows.
     FewProduct,
+    /// Products with a few dozen rows.
+    MidProduct,
     /// Seeded numbers.
     Random,
 }
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Channel,
         Self::Moe,
         Self::MoeMany,
@@ -45,6 +47,7 @@ impl Source {
         Self::Gqa,
         Self::Rows,
         Self::FewProduct,
+        Self::MidProduct,
         Self::Sample,
         Self::Random,
     ];
@@ -60,6 +63,7 @@ impl Source {
             Self::Rows => ("rows.cu", include_str!("../kernels/rows.cu")),
             Self::Sample => ("sample.cu", include_str!("../kernels/sample.cu")),
             Self::FewProduct => ("few_product.cu", include_str!("../kernels/few_product.cu")),
+            Self::MidProduct => ("mid_product.cu", include_str!("../kernels/mid_product.cu")),
             Self::Random => ("random.cu", include_str!("../kernels/random.cu")),
         }
     }
@@ -68,7 +72,7 @@ impl Source {
     fn shared(self) -> &'static str {
         match self {
             Self::Moe | Self::MoeMany => include_str!("../kernels/choose.cuh"),
-            Self::MoeProduct => include_str!("../kernels/wgmma.cuh"),
+            Self::MoeProduct | Self::MidProduct => include_str!("../kernels/wgmma.cuh"),
             _ => "",
         }
     }

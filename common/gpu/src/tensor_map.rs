@@ -3,13 +3,17 @@ use cudarc::driver::sys;
 
 use crate::{Device, GpuError, Region};
 
-/// A description of bf16 elements in device memory, where kernels read it, and the memory that it is of. Boxes land in
-/// shared memory with the 128-byte swizzle; what is beyond the ends is zero there.
+/// A description of bf16 elements in device memory, where kernels read it, and the memory that it is of. Boxes are in shared
+/// memory with the swizzle of their innermost size, 128 or 64 bytes; what is beyond the ends is zero there.
 #[derive(Clone, Debug)]
 pub struct TensorMap {
     map: Region,
     of: Region,
 }
+
+/// The same as a kernel's argument: for matrices that are described anew at each launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MapArgument(pub(crate) [u64; 16]);
 
 /// Dimensions of a [`TensorMap`], the innermost first.
 #[derive(Clone, Copy, Debug)]
@@ -18,19 +22,24 @@ pub struct MapShape<'a> {
     pub sizes: &'a [usize],
     /// Bytes from one index to the next, of all but the innermost: multiples of 16.
     pub strides: &'a [usize],
-    /// Of a box; the innermost is 64 elements, 128 bytes.
+    /// Of a box; the innermost is 64 elements, 128 bytes, or half of that.
     pub box_sizes: &'a [usize],
 }
 
-impl TensorMap {
+impl MapArgument {
     /// # Errors
-    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`] for shapes that contradict themselves, [`GpuError::Driver`].
-    pub fn new(device: &Device, of: &Region, shape: MapShape<'_>) -> Result<Self, GpuError> {
+    /// As [`TensorMap::new`].
+    pub(crate) fn new(device: &Device, of: &Region, shape: MapShape<'_>) -> Result<Self, GpuError> {
         let MapShape { sizes, strides, box_sizes } = shape;
         let rank = sizes.len();
         if !(2..=5).contains(&rank) || strides.len() + 1 != rank || box_sizes.len() != rank {
             return Err(GpuError::unsupported(format!("{shape:?}")));
         }
+        let swizzle = match box_sizes[0] {
+            64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+            other => return Err(GpuError::unsupported(format!("boxes of {other} elements"))),
+        };
         let last = sizes[1..].iter().zip(strides).map(|(size, stride)| size.saturating_sub(1) * stride);
         of.expect("a mapped matrix", last.sum::<usize>() + sizes[0] * 2)?;
         let long = |values: &[usize]| values.iter().map(|&value| value as u64).collect::<Vec<_>>();
@@ -50,14 +59,23 @@ impl TensorMap {
                 boxes.as_ptr(),
                 steps.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
             .result()
         });
         encoded.map_err(GpuError::driver("describing a matrix to the copy engine"))?;
-        Ok(Self { map: Region::from_slice(device, &map.opaque)?, of: of.clone() })
+        Ok(Self(map.opaque))
+    }
+}
+
+impl TensorMap {
+    /// # Errors
+    /// [`GpuError::TooSmall`], [`GpuError::Unsupported`] for shapes that contradict themselves, [`GpuError::Driver`].
+    pub fn new(device: &Device, of: &Region, shape: MapShape<'_>) -> Result<Self, GpuError> {
+        let MapArgument(words) = MapArgument::new(device, of, shape)?;
+        Ok(Self { map: Region::from_slice(device, &words)?, of: of.clone() })
     }
 
     /// Where kernels find it.

@@ -1,7 +1,7 @@
 //! Attention of a decoder layer, operation by operation and as a whole: each in a graph over as many layers as the model has,
 //! every layer with weights and a cache of its own, so that nothing is warm that would not be in use.
 use afd_gpu::ops::{
-    Ahead, Blas, FewProducts, GemmShape, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows, Product,
+    Ahead, GemmShape, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows, Product, ProductKernels,
     RowPlaces, Rows,
 };
 use afd_gpu::random::Random;
@@ -110,8 +110,8 @@ struct Bench {
 impl Bench {
     fn new(device: &Device, rows: usize) -> Result<Self> {
         let stream = device.stream()?;
-        let (random, blas, few) = (Random::new(device)?, Blas::new(device)?, FewProducts::new(device)?);
-        let product = |shape| Product::new(&blas, &few, shape);
+        let (random, kernels) = (Random::new(device)?, ProductKernels::new(device)?);
+        let product = |shape| Product::new(&kernels, shape);
         let mut seed = 0;
         let mut filled = |elements: usize, scale: f32| -> Result<Region> {
             let region = Region::alloc(device, elements * 2)?;

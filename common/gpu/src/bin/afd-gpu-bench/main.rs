@@ -16,6 +16,7 @@ mod machine;
 mod mla;
 mod moe;
 mod peer;
+mod products;
 mod rows;
 mod sample;
 mod table;
@@ -23,7 +24,7 @@ mod timing;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | sample | layer | moe | mla | contract | hops | loss | tune | profile)...";
+const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | products | sample | layer | moe | mla | contract | hops | loss | tune | profile)...";
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1).peekable();
@@ -80,6 +81,7 @@ fn run(section: &str) -> Result<String> {
     match section {
         "machine" => machine::run(&device),
         "rows" => rows::run(&device),
+        "products" => products::run(&device),
         "sample" => sample::run(&device),
         "layer" => layer::run(&device),
         "moe" => moe::run(&device),

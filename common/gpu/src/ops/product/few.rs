@@ -10,27 +10,25 @@ const MAX_WARPS: usize = 16;
 
 /// The kernels for all shapes.
 #[derive(Clone, Debug)]
-pub struct FewProducts {
+pub(super) struct FewProducts {
     /// By chunks a warp, then by tiles of eight rows.
     kernels: [[Kernel; 2]; 4],
 }
 
 /// A product that one of them computes.
 #[derive(Clone, Debug)]
-pub struct FewProduct {
+pub(super) struct FewProduct {
     kernel: Kernel,
-    shape: GemmShape,
-    reach: [usize; 3],
     warps: usize,
 }
 
 impl FewProducts {
     /// Most rows.
-    pub const MAX_ROWS: usize = 16;
+    const MAX_ROWS: usize = 16;
 
     /// # Errors
     /// As [`Module::load`].
-    pub fn new(device: &Device) -> Result<Self, GpuError> {
+    pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
         let module = Module::load(device, Source::FewProduct, &[])?;
         let [a, b, c, d] = [
             ["few_product_1_1", "few_product_1_2"],
@@ -53,15 +51,11 @@ impl FewProducts {
     }
 
     /// `None` for shapes that no kernel is made for.
-    ///
-    /// # Errors
-    /// [`GpuError::Unsupported`] for sizes that contradict themselves.
-    pub fn plan(&self, shape: GemmShape) -> Result<Option<FewProduct>, GpuError> {
-        let reach = shape.reach()?;
-        let Some((class, warps)) = cut(&shape) else { return Ok(None) };
+    pub(super) fn plan(&self, shape: &GemmShape) -> Option<FewProduct> {
+        let (class, warps) = cut(shape)?;
         let kernel =
             self.kernels[class][usize::from(shape.rows > 8)].with_shared_bytes(shared_bytes(shape.inner));
-        Ok(Some(FewProduct { kernel, shape, reach, warps }))
+        Some(FewProduct { kernel, warps })
     }
 }
 
@@ -92,28 +86,24 @@ fn cut(shape: &GemmShape) -> Option<(usize, usize)> {
 }
 
 impl FewProduct {
-    /// Enqueues the product.
+    /// Enqueues the product of `shape`, which it was planned for, of operands that are as large as it reaches.
     ///
     /// # Errors
-    /// [`GpuError::TooSmall`], [`GpuError::Driver`].
-    pub fn enqueue(
+    /// [`GpuError::Driver`].
+    pub(super) fn enqueue(
         &self,
         stream: &Stream,
+        shape: &GemmShape,
         x: &Region,
         weight: &Region,
         out: &Region,
     ) -> Result<(), GpuError> {
-        let [x_bytes, weight_bytes, out_bytes] = self.reach;
-        x.expect("rows of a product", x_bytes)?;
-        weight.expect("weight of a product", weight_bytes)?;
-        out.expect("result of a product", out_bytes)?;
-        let shape = &self.shape;
         let grid = ((shape.columns / 16) as u32, shape.batch as u32);
         let launch = Launch::new(&self.kernel, grid, (self.warps * 32) as u32).overlap(true);
         let launch = launch.region(x).region(weight).region(out).size(shape.rows)?;
         let launch = launch.size(shape.x_stride)?.size(shape.x_batch)?.size(shape.weight_batch)?;
         let launch = launch.size(shape.out_stride)?.size(shape.out_batch)?;
-        // SAFETY: few_product's arguments; sizes were checked.
+        // SAFETY: few_product's arguments; the caller checked the sizes.
         unsafe { launch.enqueue(stream) }
     }
 }

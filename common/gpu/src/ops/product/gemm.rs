@@ -17,7 +17,7 @@ const MAX_CANDIDATES: usize = 12;
 /// The library on a device, and memory for its intermediate results: the products that share it run on one stream, one
 /// after the other. Clones are the same.
 #[derive(Clone, Debug)]
-pub struct Blas {
+pub(super) struct Blas {
     inner: Arc<Handle>,
 }
 
@@ -44,7 +44,7 @@ impl Drop for Handle {
 impl Blas {
     /// # Errors
     /// [`GpuError::NoLibrary`] without cuBLASLt, [`GpuError::Blas`], [`GpuError::Driver`].
-    pub fn new(device: &Device) -> Result<Self, GpuError> {
+    pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
         // SAFETY: loads libcublasLt if it is there; its constructors ask nothing of us.
         if !unsafe { sys::is_culib_present() } {
             return Err(GpuError::NoLibrary { library: "libcublasLt.so" });
@@ -59,10 +59,9 @@ impl Blas {
 
 /// A planned product.
 #[derive(Debug)]
-pub struct Gemm {
+pub(super) struct Gemm {
     blas: Blas,
-    shape: GemmShape,
-    reach: [usize; 3],
+    accumulate: bool,
     operation: Operation,
     /// Row-major matrices seen as column-major ones: the weight is the left factor.
     left: Layout,
@@ -81,9 +80,8 @@ impl Gemm {
     ///
     /// # Errors
     /// [`GpuError::Unsupported`] for sizes that contradict themselves, [`GpuError::Blas`] when no algorithm fits.
-    pub fn new(blas: &Blas, shape: GemmShape) -> Result<Self, GpuError> {
-        let reach = shape.reach()?;
-        let GemmShape { rows, inner, columns, batch, .. } = shape;
+    pub(super) fn new(blas: &Blas, shape: &GemmShape) -> Result<Self, GpuError> {
+        let GemmShape { rows, inner, columns, batch, accumulate, .. } = *shape;
         let bf16 = sys::cudaDataType::CUDA_R_16BF;
         let out_type = match shape.out {
             ProductType::Bf16 => bf16,
@@ -102,12 +100,7 @@ impl Gemm {
             out.set_batch(batch, shape.out_batch)?;
         }
         let algorithms = candidates(blas, &operation, &left, &right, &out)?;
-        Ok(Self { blas: blas.clone(), shape, reach, operation, left, right, out, algorithms, chosen: 0 })
-    }
-
-    /// What it was planned for.
-    pub fn shape(&self) -> &GemmShape {
-        &self.shape
+        Ok(Self { blas: blas.clone(), accumulate, operation, left, right, out, algorithms, chosen: 0 })
     }
 
     /// Times every algorithm that the library proposes on operands that are as cold as in use, and keeps the fastest:
@@ -115,7 +108,7 @@ impl Gemm {
     ///
     /// # Errors
     /// As for [`enqueue`](Self::enqueue).
-    pub fn tune(
+    pub(super) fn tune(
         &mut self,
         stream: &Stream,
         x: &Region,
@@ -146,31 +139,27 @@ impl Gemm {
         Ok(())
     }
 
-    /// Enqueues the product.
+    /// Enqueues the product, of operands that are as large as its shape reaches.
     ///
     /// # Errors
-    /// [`GpuError::TooSmall`], [`GpuError::Blas`].
-    pub fn enqueue(
+    /// [`GpuError::Blas`].
+    pub(super) fn enqueue(
         &self,
         stream: &Stream,
         x: &Region,
         weight: &Region,
         out: &Region,
     ) -> Result<(), GpuError> {
-        let [x_bytes, weight_bytes, out_bytes] = self.reach;
-        x.expect("rows of a product", x_bytes)?;
-        weight.expect("weight of a product", weight_bytes)?;
-        out.expect("result of a product", out_bytes)?;
         let workspace = &self.blas.inner.workspace;
         [x, weight, out, workspace].into_iter().for_each(|region| stream.keep(region));
-        let (alpha, beta) = (1.0f32, if self.shape.accumulate { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (1.0f32, if self.accumulate { 1.0f32 } else { 0.0 });
         let device = stream.device();
         device.context().bind_to_thread().map_err(GpuError::driver("choosing the device"))?;
         stream.set_opens_late(false);
         let Some(algorithm) = self.algorithms.get(self.chosen) else {
-            return Err(GpuError::unsupported(format!("{:?}", self.shape)));
+            return Err(GpuError::unsupported("a matrix product without an algorithm"));
         };
-        // SAFETY: descriptors and handle are alive, held by self; operands are as large as the layouts reach and are kept
+        // SAFETY: descriptors and handle are alive, held by self; operands are as large as the layouts reach, which the caller checked, and are kept
         // until the work is over (freeing waits, graphs keep them); the scalars are read before the call returns.
         let done = unsafe {
             result::matmul(
