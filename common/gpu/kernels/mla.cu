@@ -1,13 +1,13 @@
 // Decode attention over a paged latent cache (MLA, absorbed): every head reads the same rows of LATENT + ROPE.
 //
 // Bound by reading the cache, so all sequences together are cut into tiles of 32 tokens and the tiles into one
-// contiguous range per block, whatever the lengths: no block waits for a long sequence. Bulk copies bring tiles into a
-// ring; the 16 heads are the 16 rows of the tensor core's A. While one tile's probabilities are made, the next tile's
-// scores already are: one barrier a tile. A block that ends inside a sequence leaves a partial sum; `mla_combine` joins
-// them.
+// contiguous range per block, whatever the lengths: no block waits for a long sequence. The copy engine brings tiles into a
+// ring, cut into slabs of 64 elements of every token, swizzled; the 16 heads are the 16 rows of the tensor core's A. While
+// one tile's probabilities are made, the next tile's scores already are: one barrier a tile. A block that ends inside a
+// sequence leaves a partial sum; `mla_combine` joins them.
 //
 // Defined at compile time: LATENT (512), ROPE (64), BLOCK_SIZE (tokens of a cache block, a power of two), STAGES, and
-// VARIANT, which leaves parts out for the benchmark: 1 no arithmetic, 2 whole tiles in one copy (wrong results).
+// VARIANT, which leaves parts out for the benchmark: 1 no arithmetic.
 //
 // q [batch, 16, LATENT + ROPE] bf16, cache [blocks, BLOCK_SIZE, LATENT + ROPE] bf16, block_table [batch, max_blocks].
 // plan: int4 {first tile, end tile, sequence of the first, 0} for each block, then int4 {first tile, end tile, tokens, 0}
@@ -16,9 +16,11 @@
 #define HEADS 16
 #define WIDTH (LATENT + ROPE)
 #define TILE 32
-#define ROW_BYTES (WIDTH * 2)
-#define ROW_STRIDE (ROW_BYTES + 16) // an odd number of 16-byte units: no bank conflicts down a column
-#define STAGE_BYTES (TILE * ROW_STRIDE)
+#define SLABS (WIDTH / 64)
+#define SLAB_BYTES (TILE * 128)
+#define STAGE_BYTES (SLABS * SLAB_BYTES)
+#define BOX_TOKENS (BLOCK_SIZE < TILE ? BLOCK_SIZE : TILE) // that lie together in the cache
+#define BOXES (TILE / BOX_TOKENS)                          // of a slab
 #define SCORE_STRIDE 40 // floats
 #define P_STRIDE 40     // bf16
 #define WARPS 16        // of heads in the softmax, of column parts in the output
@@ -67,17 +69,21 @@ KERNEL void mla_plan(const int* seq_lens, int4* plan, int batch, int blocks) {
     }
 }
 
+// Where eight elements (a chunk) of a token of a tile are in its stage.
+DEVICE u32 place_of(int token, int chunk) { return chunk / 8 * SLAB_BYTES + token * 128 + ((chunk ^ token) % 8) * 16; }
+
 // One block a multiprocessor, (WARPS + 1) * 32 threads. scale includes log2(e). early: what is read but q and the last
-// token of each sequence was written before the kernel ahead began.
+// token of each sequence was written before the kernel ahead began. cache: a map of [SLABS, tokens, 64], boxes of a slab of
+// BOX_TOKENS.
 KERNEL void __launch_bounds__((WARPS + 1) * 32, 1)
-mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4* plan, float* part_out,
+mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* block_table, const int4* plan, float* part_out,
            float2* part_max_sum, int max_blocks, float scale, int early) {
-    extern __shared__ __align__(128) u8 memory[];
+    extern __shared__ __align__(1024) u8 memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     __shared__ float scores[2][PARTS][HEADS][SCORE_STRIDE]; // [tile parity][part of the inner dimension]
     __shared__ __align__(16) bf16 probabilities[2][HEADS][P_STRIDE];
     __shared__ float shrinks[2][HEADS];
-    const u32 ring = shared_address(memory);
+    const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024;
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -90,11 +96,8 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
     __syncthreads();
     let_next_start();
     const int4* const sequences = plan + gridDim.x;
-    bool waited = false;
-    if (!early || warp < WARPS) {
-        wait_for_previous();
-        waited = true;
-    }
+    bool waited = !early;
+    if (!early) wait_for_previous();
     const int4 share = plan[blockIdx.x];
     const int begin = share.x, end = share.y;
     int sequence = share.z;
@@ -107,16 +110,17 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
     if (warp == WARPS) {
         const u64 policy = policy_evict_first();
         int stage = 0, parity = 1;
-        // Lane i copies token i of each tile; its cache row is looked up one tile ahead.
+        // A lane fetches one box of tokens of one slab, or of several; their cache row is looked up one tile ahead. Boxes
+        // beyond the last token are its own once more.
+        const int box = lane % BOXES;
         auto source_of = [&](int tile) {
-            const int token = min((tile - now.x) * TILE + lane, now.z - 1);
-            const int block = block_table[(size_t)sequence * max_blocks + token / BLOCK_SIZE];
-            return cache + ((size_t)block * BLOCK_SIZE + token % BLOCK_SIZE) * WIDTH;
+            const int token = min((tile - now.x) * TILE + box * BOX_TOKENS, (now.z - 1) / BOX_TOKENS * BOX_TOKENS);
+            return block_table[(size_t)sequence * max_blocks + token / BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE;
         };
-        const bf16* source = source_of(begin);
+        int source = source_of(begin);
         bool last = begin + 1 == now.y;
         for (int tile = begin; tile < end; ++tile) {
-            const bf16* const from = source;
+            const int from = source;
             if (last && !waited) {
                 wait_for_previous();
                 waited = true;
@@ -127,13 +131,12 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
                 last = tile + 2 == now.y;
             }
             barrier_wait(empty + 8 * stage, parity);
-            if (lane == 0) barrier_expect(full + 8 * stage, TILE * ROW_BYTES);
+            if (lane == 0) barrier_expect(full + 8 * stage, STAGE_BYTES);
             __syncwarp();
-#if VARIANT & 2
-            if (lane == 0) bulk_copy(ring + stage * STAGE_BYTES, from, TILE * ROW_BYTES, full + 8 * stage, policy);
-#else
-            bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, from, ROW_BYTES, full + 8 * stage, policy);
-#endif
+#pragma unroll
+            for (int slab = lane / BOXES; slab < SLABS; slab += 32 / BOXES)
+                fetch_box(ring + stage * STAGE_BYTES + slab * SLAB_BYTES + box * (BOX_TOKENS * 128), cache, 0, from, slab,
+                          full + 8 * stage, policy);
             if (++stage == STAGES) {
                 stage = 0;
                 parity ^= 1;
@@ -143,6 +146,7 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
         return;
     }
 
+    if (!waited) wait_for_previous();
 #if VARIANT & 1
     int stage_only = 0, parity_only = 0;
     for (int tile = begin; tile < end; ++tile) {
@@ -164,6 +168,16 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
     u32 query[K_STEPS][4];
     float out[COLUMN_TILES][4];
     float head_max = NEG_BIG, head_sum = 0.f;
+
+    // Four matrices at a time, of which an odd step's last two are not used: k 0-7, 8-15, 16-23, 24-31.
+    constexpr int LOADS = (K_STEPS + 1) / 2;
+    u32 score_places[LOADS], value_places[COLUMN_TILES / 2];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+        score_places[i] = place_of(tokens + lane % 8, min(inner * (WIDTH / PARTS / 8) + i * 4 + lane / 8, WIDTH / 8 - 1));
+#pragma unroll
+    for (int t = 0; t < COLUMN_TILES / 2; ++t)
+        value_places[t] = place_of(lane % 16, warp * (LATENT / WARPS / 8) + t * 2 + lane / 16);
 
     auto load_query = [&](int of) {
         const bf16* base = q + ((size_t)of * HEADS + g) * WIDTH + inner * (WIDTH / PARTS) + 2 * quad;
@@ -197,12 +211,9 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
     // Scores of a tile that is in `stage`, into scores[side].
     auto score = [&](int stage, int parity, int side) {
         barrier_wait(full + 8 * stage, parity);
-        // Four matrices at a time, of which an odd step's last two are not used: k 0-7, 8-15, 16-23, 24-31.
-        const u32 base = ring + stage * STAGE_BYTES + (tokens + lane % 8) * ROW_STRIDE + inner * (WIDTH / PARTS) * 2 + lane / 8 * 16;
-        constexpr int LOADS = (K_STEPS + 1) / 2;
         u32 b[LOADS][4];
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) ldmatrix(b[i], base + i * 64);
+        for (int i = 0; i < LOADS; ++i) ldmatrix(b[i], ring + stage * STAGE_BYTES + score_places[i]);
         float acc[3][4];
 #pragma unroll
         for (int t = 0; t < 3; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.f;
@@ -266,12 +277,19 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
                 out[t][3] *= high;
             }
         }
-        const u32 base = ring + stage * STAGE_BYTES + lane % 16 * ROW_STRIDE + warp * (LATENT / WARPS) * 2 + lane / 16 * 16;
+        const int valid = now.z - (tile - now.x) * TILE;
+        if (valid < TILE) { // what lies behind the last token counts nothing, whatever it is
+            constexpr int CHUNKS = LATENT / WARPS / 8;
+            for (int i = valid * CHUNKS + lane; i < TILE * CHUNKS; i += 32)
+                store_shared_16(ring + stage * STAGE_BYTES + place_of(i / CHUNKS, warp * CHUNKS + i % CHUNKS), make_uint4(0, 0, 0, 0));
+            fence_for_copies();
+            __syncwarp();
+        }
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             u32 b[COLUMN_TILES / 2][4];
 #pragma unroll
-            for (int t = 0; t < COLUMN_TILES / 2; ++t) ldmatrix_transposed(b[t], base + k * 16 * ROW_STRIDE + t * 32);
+            for (int t = 0; t < COLUMN_TILES / 2; ++t) ldmatrix_transposed(b[t], ring + stage * STAGE_BYTES + value_places[t] + k * (16 * 128));
 #pragma unroll
             for (int t = 0; t < COLUMN_TILES / 2; ++t) {
                 mma(out[2 * t], p[k][0], p[k][1], p[k][2], p[k][3], b[t][0], b[t][1]);
@@ -286,13 +304,14 @@ mla_decode(const bf16* q, const bf16* cache, const int* block_table, const int4*
     leave();
 }
 
-// out [batch, 16, LATENT] bf16 from the parts, whose `blocks` blocks shared the tiles. Sequences of length 0 get zeros.
+// out [batch, 16, LATENT] bf16 from the parts, whose `blocks` blocks shared the tiles. Sequences of length 0 get zeros. early:
+// the plan was written before the kernel ahead began.
 // Four groups of 64 threads of 8 columns each: GROUPS of them share the parts of a head. grid (batch, 4 * GROUPS)
 template <int GROUPS>
-DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks) {
+DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks, int early) {
     __shared__ float sums[GROUPS > 1 ? GROUPS - 1 : 1][LATENT];
     let_next_start();
-    wait_for_previous();
+    if (!early) wait_for_previous();
     const int sequence = blockIdx.x, head = GROUPS == 1 ? blockIdx.y * 4 + threadIdx.x / 64 : blockIdx.y;
     const int group = GROUPS == 1 ? 0 : threadIdx.x / 64, column = threadIdx.x % 64 * 8, lane = threadIdx.x % 32;
     const int4 own = plan[blocks + sequence];
@@ -302,11 +321,25 @@ DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, con
         // Block c has the tiles from total * c / used.
         const int used = sharers(total, blocks);
         const int first = (int)(((own.x + 1ll) * used - 1) / total), last = (int)((own.y * (long long)used - 1) / total);
+        if (early) wait_for_previous();
         // 32 parts at a time, a lane each; of what comes before, sums relative to `top` are carried.
         for (int c0 = first; c0 <= last; c0 += 32) {
             const int count = min(32, last - c0 + 1);
             float2 ms = make_float2(NEG_BIG, 0.f);
             if (lane < count) ms = part_max_sum[(size_t)(c0 + lane + sequence) * HEADS + head];
+            // A few parts are on their way before their weights are known.
+            constexpr int AT_ONCE = GROUPS == 1 ? 4 : 32 / GROUPS;
+            float4 rows[AT_ONCE][2];
+            const auto fetch = [&](int k0) {
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const int c = (k0 + k) * GROUPS + group;
+                    const float4* row = (const float4*)(part_out + ((size_t)(c0 + c + sequence) * HEADS + head) * LATENT + column);
+                    rows[k][0] = c < count ? row[0] : make_float4(0.f, 0.f, 0.f, 0.f);
+                    rows[k][1] = c < count ? row[1] : make_float4(0.f, 0.f, 0.f, 0.f);
+                }
+            };
+            fetch(0);
             float now = ms.x;
 #pragma unroll
             for (int d = 16; d; d /= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, d));
@@ -317,14 +350,13 @@ DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, con
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum[j] *= shrink;
             const float weight = exp2_fast(ms.x - now);
+            for (int k0 = 0; k0 < 32 / GROUPS; k0 += AT_ONCE) {
+                if (k0 * GROUPS >= count) break;
+                if (k0) fetch(k0);
 #pragma unroll
-            for (int k = 0; k < 32 / GROUPS; ++k) {
-                const int c = k * GROUPS + group;
-                if (GROUPS == 1 && c >= count) break;
-                const float w = __shfl_sync(~0u, weight, c);
-                if (c < count) {
-                    const float4* row = (const float4*)(part_out + ((size_t)(c0 + c + sequence) * HEADS + head) * LATENT + column);
-                    const float4 a = row[0], b = row[1];
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const float w = __shfl_sync(~0u, weight, (k0 + k) * GROUPS + group);
+                    const float4 a = rows[k][0], b = rows[k][1];
                     sum[0] += w * a.x;
                     sum[1] += w * a.y;
                     sum[2] += w * a.z;
@@ -353,6 +385,7 @@ DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, con
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum[j] += sums[g][column + j];
     }
+    if (own.x == own.y && early) wait_for_previous(); // what is written may still be read
     const float f = weight_sum > 0.f ? 1.f / weight_sum : 0.f;
     *(uint4*)(out + ((size_t)sequence * HEADS + head) * LATENT + column) =
         make_uint4(bf16_pair(sum[0] * f, sum[1] * f), bf16_pair(sum[2] * f, sum[3] * f),
@@ -360,11 +393,11 @@ DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, con
 }
 
 // For many sequences, of few parts each: a block has four heads. grid (batch, 4), 256 threads
-KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks) {
-    combine_parts<1>(part_out, part_max_sum, plan, out, batch, blocks);
+KERNEL void mla_combine(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks, int early) {
+    combine_parts<1>(part_out, part_max_sum, plan, out, batch, blocks, early);
 }
 
 // For few sequences, of many parts each: a block has one head. grid (batch, 16), 256 threads
-KERNEL void mla_combine_few(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks) {
-    combine_parts<4>(part_out, part_max_sum, plan, out, batch, blocks);
+KERNEL void mla_combine_few(const float* part_out, const float2* part_max_sum, const int4* plan, bf16* out, int batch, int blocks, int early) {
+    combine_parts<4>(part_out, part_max_sum, plan, out, batch, blocks, early);
 }

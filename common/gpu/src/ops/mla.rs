@@ -1,4 +1,5 @@
 //! Decode attention of a batch over a paged latent cache, with the projections absorbed: 16 heads, one row each.
+use crate::tensor_map::{MapArgument, MapShape};
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
 
 /// Dimensions of the cache. Heads are 16.
@@ -43,7 +44,8 @@ pub struct Mla {
 const HEADS: usize = 16;
 const WARPS: u32 = 16;
 const TILE: usize = 32;
-const STAGES: usize = 5;
+/// More on its way than memory delivers meanwhile makes queries and parts of others wait behind it.
+const STAGES: usize = 4;
 /// Up to so many sequences, each is spread over many blocks.
 const FEW: usize = 16;
 
@@ -81,8 +83,8 @@ impl Mla {
             ("VARIANT", i64::from(left_out)),
         ];
         let module = Module::load(device, Source::Mla, &constants)?;
-        // Loads of the last row may reach a little beyond it.
-        let ring = STAGES * TILE * ((shape.latent + shape.rope) * 2 + 16) + 128;
+        // And what aligns it.
+        let ring = STAGES * TILE * (shape.latent + shape.rope) * 2 + 1024;
         let parts = device.num_multiprocessors() as usize + max_batch;
         Ok(Self {
             shape,
@@ -130,11 +132,20 @@ impl Mla {
         early: bool,
     ) -> Result<(), GpuError> {
         self.check(step)?;
-        let MlaShape { latent, rope, .. } = self.shape;
-        query.expect("queries", step.batch * HEADS * (latent + rope) * 2)?;
+        let MlaShape { latent, rope, block_size } = self.shape;
+        let width = latent + rope;
+        query.expect("queries", step.batch * HEADS * width * 2)?;
         out.expect("attention result", step.batch * HEADS * latent * 2)?;
+        // Slabs of 64 elements of all tokens.
+        let cache_map = MapShape {
+            sizes: &[64, cache.len() / (width * 2), width / 64],
+            strides: &[width * 2, 128],
+            box_sizes: &[64, block_size.min(TILE), 1],
+        };
+        let cache_map = MapArgument::new(stream.device(), cache, cache_map)?;
         let launch = Launch::new(&self.decode, (self.blocks, 1), (WARPS + 1) * 32).overlap(true);
-        let launch = launch.region(query).region(cache).region(&step.block_table).region(&self.shares);
+        let launch =
+            launch.map(cache_map, cache).region(query).region(&step.block_table).region(&self.shares);
         let launch = launch.region(&self.part_out).region(&self.part_max_sum).size(step.max_blocks)?;
         let launch = launch.f32(scale * std::f32::consts::LOG2_E).u32(u32::from(early));
         // SAFETY: mla_decode's arguments; sizes were checked or chosen in `new`; block ids are the caller's.
@@ -144,7 +155,7 @@ impl Mla {
         let launch = Launch::new(combine, (step.batch as u32, heads as u32), 256).overlap(true);
         let launch =
             launch.region(&self.part_out).region(&self.part_max_sum).region(&self.shares).region(out);
-        let launch = launch.size(step.batch)?.u32(self.blocks);
+        let launch = launch.size(step.batch)?.u32(self.blocks).u32(u32::from(early));
         // SAFETY: mla_combine's and mla_combine_few's arguments; sizes were checked or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }
