@@ -8,19 +8,21 @@
 // Defined at compile time: HIDDEN, INTER (of one expert), EXPERTS, TOP_K, SHARED (experts), NT (row tiles of 8 that a
 // segment has), SIGMOID (scores are sigmoids, and a bias has a say in the choice, instead of softmax), NORMALIZE (top-k
 // weights sum to one), ROUND_LOGITS (to bf16), WARPS_UP, WARPS_DOWN, STAGES_UP, STAGES_DOWN, OUT_F32,
-// STATIC_PERCENT (of the routed tiles that are no block's choice), TRACE (times into `routing`, for the benchmark).
+// STATIC_PERCENT (of the routed tiles that are no block's choice), PACE (cycles for 16 KB that a block fetches while latency
+// counts; 0 is as fast as can be), TRACE (times into `routing`, for the benchmark).
 // With EXPERTS 0 there is no router: a dense MLP is nothing but shared experts.
 //
 // A token t owns rows t * CHOICES .. + CHOICES of the intermediate tensors: TOP_K routed, then SHARED.
 // routing: [0] number of segments, [1] and [2] how far the pools of tiles are handed out, [3] for which run of the gate and
-// up product x is there, [4] how many runs of it have ended; from SEGMENTS, int4 {expert, first slot, rows, 0}; from SLOTS, the row of each slot.
+// up product x is there, [4] how many runs of it have ended; from SEGMENTS, {expert, rows} of each segment; from
+// SEGMENT_ROWS_AT, SEGMENT_ROWS for the rows of each.
 
 #define CHOICES (TOP_K + SHARED)
 #define SEGMENT_ROWS (NT * 8)
 #define MAX_SEGMENTS (EXPERTS + MAX_ROWS * TOP_K / SEGMENT_ROWS)
 #define SEGMENTS 8
-#define SLOTS (SEGMENTS + 4 * MAX_SEGMENTS)
-#define TOPK_IDS (SLOTS + MAX_ROWS * TOP_K)
+#define SEGMENT_ROWS_AT (SEGMENTS + 2 * MAX_SEGMENTS)
+#define TOPK_IDS (SEGMENT_ROWS_AT + SEGMENT_ROWS * MAX_SEGMENTS)
 
 #if TRACE
 #define TRACE_AT ((TOPK_IDS + MAX_ROWS * TOP_K + 1) / 2 * 2)
@@ -44,7 +46,7 @@ moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, 
     constexpr int PER_LANE = (EXPERTS + 31) / 32;
     __shared__ float4 partial[8][32];
     __shared__ float group_logits[8][EXPERTS];
-    __shared__ int counts[EXPERTS], starts[EXPERTS], ids[8 * TOP_K];
+    __shared__ int counts[EXPERTS], first_segments[EXPERTS], ids[8 * TOP_K];
     __shared__ int is_last;
     let_next_start();
     if (threadIdx.x == 0) trace(routing, 0, 0);
@@ -117,50 +119,52 @@ moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, 
     }
 
     const int assignments = rows * TOP_K;
-    for (int a = threadIdx.x; a < assignments; a += blockDim.x) {
-        const int e = alone ? ids[a] : load_fresh(&routing[TOPK_IDS + a]);
-        if (e >= 0) atomicAdd(&counts[e], 1);
+    constexpr int PER_THREAD = (MAX_ROWS * TOP_K + 255) / 256;
+    int chosen[PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int a = i * 256 + threadIdx.x;
+        chosen[i] = a >= assignments ? -1 : alone ? ids[a] : load_fresh(&routing[TOPK_IDS + a]);
     }
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i)
+        if (chosen[i] >= 0) atomicAdd(&counts[chosen[i]], 1);
     __syncthreads();
     if (warp == 0) {
-        int count[PER_LANE], total = 0, segments = 0;
+        int count[PER_LANE], segments = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = lane * PER_LANE + i;
             count[i] = e < EXPERTS ? counts[e] : 0;
-            total += count[i];
             segments += (count[i] + SEGMENT_ROWS - 1) / SEGMENT_ROWS;
         }
-        int before = total, segments_before = segments;
+        int before = segments;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
-            const int n = __shfl_up_sync(~0u, before, d), s = __shfl_up_sync(~0u, segments_before, d);
-            if (lane >= d) {
-                before += n;
-                segments_before += s;
-            }
+            const int n = __shfl_up_sync(~0u, before, d);
+            if (lane >= d) before += n;
         }
-        if (lane == 31) routing[0] = segments_before;
-        before -= total;
-        segments_before -= segments;
+        if (lane == 31) routing[0] = before;
+        before -= segments;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = lane * PER_LANE + i;
             if (e >= EXPERTS) break;
-            starts[e] = before;
-            for (int done = 0; done < count[i]; done += SEGMENT_ROWS) {
-                int4* segment = (int4*)(routing + SEGMENTS) + segments_before++;
-                *segment = make_int4(e, before + done, min(SEGMENT_ROWS, count[i] - done), 0);
-            }
-            before += count[i];
+            first_segments[e] = before;
+            counts[e] = 0; // then how many rows have a place
+            for (int done = 0; done < count[i]; done += SEGMENT_ROWS)
+                ((int2*)(routing + SEGMENTS))[before++] = make_int2(e, min(SEGMENT_ROWS, count[i] - done));
         }
         if (lane == 0) *ticket = 0;
         if (lane < 2) routing[1 + lane] = 0;
     }
     __syncthreads();
-    for (int a = threadIdx.x; a < assignments; a += blockDim.x) {
-        const int e = alone ? ids[a] : load_fresh(&routing[TOPK_IDS + a]);
-        if (e >= 0) routing[SLOTS + atomicAdd(&starts[e], 1)] = a / TOP_K * CHOICES + a % TOP_K;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int a = i * 256 + threadIdx.x, e = chosen[i];
+        if (e < 0) continue;
+        const int place = first_segments[e] * SEGMENT_ROWS + atomicAdd(&counts[e], 1);
+        routing[SEGMENT_ROWS_AT + place] = a / TOP_K * CHOICES + a % TOP_K;
     }
     if (threadIdx.x == 0) trace(routing, 0, 2);
 }
@@ -204,6 +208,7 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
     static_assert(CHUNKS * 32 * WARPS == WIDTH, "inner dimension must divide among the warps");
     constexpr int ROW_BYTES = WIDTH * 2, ROW_STRIDE = ROW_BYTES + 64; // no bank conflicts between neighbouring rows
     constexpr int STAGE_BYTES = 16 * ROW_STRIDE;
+    constexpr int PACED_ROWS = ROW_BYTES >= 8192 ? 2 : ROW_BYTES >= 4096 ? 4 : 8; // about 16 KB, at most
     constexpr int RED_BYTES = WARPS * NT * 512;
     constexpr int RED_BUFFERS = STAGES * STAGE_BYTES + 2 * RED_BYTES + 2048 <= 232448 ? 2 : 1;
     extern __shared__ __align__(128) u8 memory[];
@@ -234,6 +239,15 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
         if (warp > WARPS) return;
         const u64 once = policy_evict_first(), keep = policy_keep();
         int stage = 0, parity = 1, index = 0;
+        // While the kernels ahead make x, in many short steps, what is fetched beside them must not make theirs long: more on
+        // its way than memory delivers only queues. When the ring has been filled once, x is there.
+        bool paced = GATED && PACE;
+        u32 due = clock_cycles();
+        auto pace = [&]() {
+            while ((int)(clock_cycles() - due) < 0) {}
+            due = clock_cycles() + PACE;
+            __syncwarp();
+        };
         auto fetch = [&](int expert, int segment, int tile, int rows, int row, u64 policy) {
             barrier_wait(empty + 8 * stage, parity);
             if (lane == 0) announced[stage] = make_int4(segment, tile, rows, 0);
@@ -244,15 +258,18 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 barrier_expect(full + 8 * stage, 16 * ROW_BYTES);
             }
             __syncwarp();
-            if (lane < 16) {
-                const int line = GATED ? tile * 8 + lane % 8 + lane / 8 * INTER : tile * 16 + lane;
-                const bf16* source = weight + ((size_t)expert * (GATED ? 2 * INTER : HIDDEN) + line) * WIDTH;
-                bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, source, ROW_BYTES, full + 8 * stage, policy);
+            const int line = GATED ? tile * 8 + lane % 8 + lane / 8 * INTER : tile * 16 + lane;
+            const bf16* source = weight + ((size_t)expert * (GATED ? 2 * INTER : HIDDEN) + line) * WIDTH;
+            for (int begin = 0; begin < 16; begin += paced ? PACED_ROWS : 16) {
+                if (paced) pace();
+                if (lane >= begin && lane < (paced ? begin + PACED_ROWS : 16))
+                    bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, source, ROW_BYTES, full + 8 * stage, policy);
             }
             ++index;
             if (++stage == STAGES) {
                 stage = 0;
                 parity ^= 1;
+                paced = false;
             }
         };
         const int passes = SHARED ? (max_rows + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 0;
@@ -263,13 +280,18 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
             const int rows = min(SEGMENT_ROWS, max_rows - row0), row = (row0 + lane) * CHOICES + TOP_K + expert;
             fetch(num_here + expert, -1 - u / TILES, u % TILES, rows, row, passes > 1 ? keep : once);
         }
-        if (GATED && SHARED && lane == 0) {
+        if (GATED && SHARED) {
             // Nothing can be fetched until the router has ended but what it does not choose: the shared down weights.
             constexpr u32 PIECE = 4096;
             constexpr u32 PIECES = (u32)((size_t)SHARED * HIDDEN * INTER * 2 / PIECE);
             const u8* base = (const u8*)next_weight + (size_t)num_here * HIDDEN * INTER * 2;
-            for (u32 p = PIECES * blockIdx.x / n; p < PIECES * (blockIdx.x + 1) / n; ++p) bulk_prefetch(base + (size_t)p * PIECE, PIECE);
+            const u32 begin = PIECES * blockIdx.x / n, end = PIECES * (blockIdx.x + 1) / n;
+            for (u32 p = begin; p < end; p += 4) {
+                if (paced) pace();
+                if (lane < 4 && p + lane < end) bulk_prefetch(base + (size_t)(p + lane) * PIECE, PIECE);
+            }
         }
+        paced = false;
         __syncwarp();
         // The down product starts after the router has ended, so only the other must wait for the segments.
         if (GATED) wait_for_previous();
@@ -286,11 +308,10 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 for (int u = begin; u < end; ++u) {
                     if (u / TILES != segment) {
                         segment = u / TILES;
-                        const int* p = routing + SEGMENTS + 4 * segment;
-                        expert = load_fresh(p);
-                        rows = load_fresh(p + 2);
-                        const int slot0 = load_fresh(p + 1);
-                        if (lane < rows) row = load_fresh(routing + SLOTS + slot0 + lane);
+                        // All at once: each is a way to memory and back while it is busy.
+                        expert = load_fresh(routing + SEGMENTS + 2 * segment);
+                        rows = load_fresh(routing + SEGMENTS + 2 * segment + 1);
+                        if (lane < SEGMENT_ROWS) row = load_fresh(routing + SEGMENT_ROWS_AT + segment * SEGMENT_ROWS + lane);
                     }
                     fetch(expert, segment, u % TILES, rows, row, once);
                 }
@@ -470,21 +491,21 @@ KERNEL void moe_combine(const float* y, const float* weights, void* out, const i
         return FETCH_AHEAD((blockIdx.x - max_rows) * gridDim.y + blockIdx.y, (gridDim.x - max_rows) * gridDim.y);
     wait_for_previous();
     const int t = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x * 4;
-    const int rows = num_rows ? min(*num_rows, max_rows) : max_rows;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (t < rows) {
-        float w[CHOICES];
-        float4 v[CHOICES];
+    // All is asked for at once, needed or not: the device waits for this kernel.
+    const int real = num_rows ? load_fresh(num_rows) : max_rows;
+    float w[CHOICES];
+    float4 v[CHOICES];
 #pragma unroll
-        for (int k = 0; k < CHOICES; ++k) w[k] = k < TOP_K ? weights[t * TOP_K + k] : 1.f;
+    for (int k = 0; k < CHOICES; ++k) {
+        w[k] = k < TOP_K ? load_now(weights + t * TOP_K + k) : 1.f;
+        v[k] = load_now((const float4*)(y + ((size_t)t * CHOICES + k) * HIDDEN + column));
+    }
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (t < min(real, max_rows)) {
         // A weight of zero is another shard's expert: nobody wrote that row.
 #pragma unroll
         for (int k = 0; k < CHOICES; ++k) {
-            const float4* row = (const float4*)(y + ((size_t)t * CHOICES + k) * HIDDEN + column);
-            v[k] = w[k] != 0.f ? *row : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-#pragma unroll
-        for (int k = 0; k < CHOICES; ++k) {
+            if (w[k] == 0.f) continue;
             sum.x += w[k] * v[k].x;
             sum.y += w[k] * v[k].y;
             sum.z += w[k] * v[k].z;

@@ -28,6 +28,7 @@ fn every_kernel_file_compiles_for_hopper() {
         ("THREADS_UP", 288),
         ("THREADS_DOWN", 384),
         ("STATIC_PERCENT", 60),
+        ("PACE", 950),
         ("TRACE", 1),
     ];
     let mla = [("LATENT", 512), ("ROPE", 64), ("BLOCK_SIZE", 16), ("STAGES", 5), ("VARIANT", 0)];

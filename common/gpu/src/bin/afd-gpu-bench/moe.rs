@@ -125,10 +125,23 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
     let stream = device.stream()?;
     let random = Random::new(device)?;
     let layers = (0..LAYERS).map(|l| weights(device, &stream, &random, l)).collect::<Result<Vec<_>>>()?;
-    let percents = [100, 80, 60, 40, 20];
-    let columns = ["rows", "100 %", "80 %", "60 %", "40 %", "20 %", "60 %, own split", "without overlap"];
-    let mut table =
-        Table::new("MoE layer, us, by the share of tiles that blocks do not compete for", &columns);
+    let percents = [100, 80, 60, 40];
+    let paces = [0, 700, 950, 1300];
+    let columns = [
+        "rows",
+        "100 %",
+        "80 %",
+        "60 %",
+        "40 %",
+        "pace 0",
+        "700",
+        "950",
+        "1300",
+        "own split",
+        "without overlap",
+    ];
+    let title = "MoE layer, us, by the share of tiles that blocks do not compete for, and by pace";
+    let mut table = Table::new(title, &columns);
     let mut text = String::new();
     for rows in [1, 8, 64, 128] {
         let x = (0..LAYERS)
@@ -149,6 +162,9 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
         let mut cells = vec![rows.to_string()];
         for static_percent in percents {
             cells.push(us(time(MoeTuning { static_percent, ..MoeTuning::default() }, true)?.0));
+        }
+        for pace in paces {
+            cells.push(us(time(MoeTuning { pace, ..MoeTuning::default() }, true)?.0));
         }
         cells.push(us(time(MoeTuning { one_split: false, ..MoeTuning::default() }, true)?.0));
         cells.push(us(time(MoeTuning::default(), false)?.0));

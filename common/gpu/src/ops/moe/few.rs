@@ -33,6 +33,8 @@ pub struct MoeWeights {
 pub struct MoeTuning {
     /// Of the routed weight tiles, those that blocks do not compete for.
     pub static_percent: u32,
+    /// Cycles for 16 KB that a block fetches while the rows and their choice are being made; 0 is as fast as can be.
+    pub pace: u32,
     /// Whether small kernels ask for the large ones' split of memory.
     pub one_split: bool,
     /// Whether kernels note when they began and ended.
@@ -41,7 +43,7 @@ pub struct MoeTuning {
 
 impl Default for MoeTuning {
     fn default() -> Self {
-        Self { static_percent: 60, one_split: true, trace: false }
+        Self { static_percent: 60, pace: 950, one_split: true, trace: false }
     }
 }
 
@@ -116,14 +118,15 @@ impl Moe {
             ("THREADS_UP", i64::from(plan.up.threads(plan.row_tiles))),
             ("THREADS_DOWN", i64::from(plan.down.threads(plan.row_tiles))),
             ("STATIC_PERCENT", i64::from(tuning.static_percent)),
+            ("PACE", i64::from(tuning.pace)),
             ("TRACE", i64::from(tuning.trace)),
         ];
         let constants = [&shape.constants(output)[..], &constants].concat();
         let module = Module::load(device, Source::Moe, &constants)?;
         let choices = shape.top_k + shape.num_shared;
-        let routing_ints = 8
-            + 4 * (shape.num_experts + Self::MAX_ROWS * shape.top_k / (plan.row_tiles * 8))
-            + 2 * Self::MAX_ROWS * shape.top_k;
+        let segment_rows = plan.row_tiles * 8;
+        let max_segments = shape.num_experts + Self::MAX_ROWS * shape.top_k / segment_rows;
+        let routing_ints = 8 + (2 + segment_rows) * max_segments + Self::MAX_ROWS * shape.top_k;
         let kernel = |name, bytes| {
             let kernel = module.kernel(name, bytes)?;
             if tuning.one_split {
