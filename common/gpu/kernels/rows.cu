@@ -110,43 +110,70 @@ KERNEL void mla_write(const bf16* projected, const bf16* latent_norm, bf16* quer
     __shared__ float scratch[33];
     let_next_start();
     if ((int)blockIdx.x >= rows) return FETCH_AHEAD((blockIdx.x - rows) * gridDim.y + blockIdx.y, (gridDim.x - rows) * gridDim.y);
-    wait_for_previous();
     const int row = blockIdx.x, half = rope / 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bf16* own = projected + (size_t)row * stride;
-    const float* angle = cos_sin + (size_t)positions[row] * rope;
     const bool of_cache = blockIdx.y == 0;
     const int head = (blockIdx.y - 1) * 4 + warp;
-    const bf16* from = of_cache ? own + heads * (nope + rope) + latent : own + head * (nope + rope) + nope;
-    bf16* to;
+    // Everything is asked for before any of it is needed: the device waits for this kernel.
+    constexpr int QUADS = 2; // of a thread, at most: 1024 elements of the latent
+    uint2 weight[QUADS], value[QUADS];
     if (of_cache) {
-        const long long slot = slots[row];
-        if (slot < 0) return; // padding
-        to = cache + (size_t)slot * (latent + rope);
-        const bf16* values = own + heads * (nope + rope);
-        float square = 0.f;
-        for (int i = threadIdx.x; i < latent / 4; i += 128) {
-            const uint2 v = *(const uint2*)(values + i * 4);
-            const float a = f32_low(v.x), b = f32_high(v.x), c = f32_low(v.y), d = f32_high(v.y);
+#pragma unroll
+        for (int j = 0; j < QUADS; ++j)
+            if (threadIdx.x + j * 128 < latent / 4) weight[j] = __ldg((const uint2*)latent_norm + threadIdx.x + j * 128);
+    }
+    wait_for_previous();
+    const bf16* own = projected + (size_t)row * stride;
+    const bf16* const latents = own + heads * (nope + rope);
+    const bf16* from = of_cache ? latents + latent : own + head * (nope + rope) + nope;
+    const bool turns = of_cache ? warp == 0 : head < heads;
+    const long long slot = of_cache ? slots[row] : 0;
+    const int position = positions[row];
+    float square = 0.f;
+    if (of_cache) {
+#pragma unroll
+        for (int j = 0; j < QUADS; ++j) {
+            if (threadIdx.x + j * 128 >= latent / 4) continue;
+            value[j] = *((const uint2*)latents + threadIdx.x + j * 128);
+            const float a = f32_low(value[j].x), b = f32_high(value[j].x), c = f32_low(value[j].y), d = f32_high(value[j].y);
             square += a * a + b * b + c * c + d * d;
         }
+    }
+    // A lane turns pairs i, i + 32 and so on.
+    const auto first = [&](int i) { return interleaved ? 2 * i : i; };
+    const auto second = [&](int i) { return interleaved ? 2 * i + 1 : half + i; };
+    const float* angle = cos_sin + (size_t)position * rope;
+    float x = 0.f, y = 0.f, cs = 0.f, sn = 0.f;
+    if (turns && lane < half) {
+        x = f32_of(from[first(lane)]);
+        y = f32_of(from[second(lane)]);
+        cs = angle[lane];
+        sn = angle[half + lane];
+    }
+    bf16* to = query + (size_t)row * query_row + head * query_head + query_at;
+    if (of_cache) {
+        if (slot < 0) return; // padding
+        to = cache + (size_t)slot * (latent + rope);
         const float f = rsqrtf(block_sum(square, scratch) / latent + epsilon);
-        for (int i = threadIdx.x; i < latent / 4; i += 128) {
-            const uint2 v = *(const uint2*)(values + i * 4), w = __ldg((const uint2*)(latent_norm + i * 4));
+#pragma unroll
+        for (int j = 0; j < QUADS; ++j) {
+            if (threadIdx.x + j * 128 >= latent / 4) continue;
+            const uint2 v = value[j], w = weight[j];
             const u32 low = bf16_pair(f32_low(v.x) * f, f32_high(v.x) * f), high = bf16_pair(f32_low(v.y) * f, f32_high(v.y) * f);
-            *(uint2*)(to + i * 4) = make_uint2(bf16_pair(f32_low(low) * f32_low(w.x), f32_high(low) * f32_high(w.x)),
-                                               bf16_pair(f32_low(high) * f32_low(w.y), f32_high(high) * f32_high(w.y)));
+            *((uint2*)to + threadIdx.x + j * 128) = make_uint2(bf16_pair(f32_low(low) * f32_low(w.x), f32_high(low) * f32_high(w.x)),
+                                                               bf16_pair(f32_low(high) * f32_low(w.y), f32_high(high) * f32_high(w.y)));
         }
         to += latent;
-        if (warp) return;
-    } else {
-        if (head >= heads) return;
-        to = query + (size_t)row * query_row + head * query_head + query_at;
     }
+    if (!turns) return;
     for (int i = lane; i < half; i += 32) {
-        const int first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : half + i;
-        const float x = f32_of(from[first]), y = f32_of(from[second]), cs = angle[i], sn = angle[half + i];
-        to[first] = bf16_of(x * cs - y * sn);
-        to[second] = bf16_of(y * cs + x * sn);
+        if (i >= 32) {
+            x = f32_of(from[first(i)]);
+            y = f32_of(from[second(i)]);
+            cs = angle[i];
+            sn = angle[half + i];
+        }
+        to[first(i)] = bf16_of(x * cs - y * sn);
+        to[second(i)] = bf16_of(y * cs + x * sn);
     }
 }
 
@@ -192,15 +219,18 @@ KERNEL void gqa_write(bf16* qkv, const bf16* query_norm, const bf16* key_norm, c
     }
 }
 
-// The index of the largest logit of each row, the lowest on ties; -1 when one is not a number or infinitely large.
-// grid rows, 1024 threads
-KERNEL void argmax(const bf16* logits, int* out, int columns) {
-    __shared__ u64 best[32];
+// The index of the largest logit of each row, the lowest on ties; -1 when one is not a number or infinitely large. The blocks
+// of a row are a cluster. grid (ARGMAX_BLOCKS, rows), ARGMAX_THREADS threads
+#define ARGMAX_BLOCKS 8
+#define ARGMAX_THREADS 512
+KERNEL void __cluster_dims__(ARGMAX_BLOCKS, 1, 1) argmax(const bf16* logits, int* out, int columns) {
+    __shared__ u64 best[ARGMAX_THREADS / 32], best_of_blocks[ARGMAX_BLOCKS];
     let_next_start();
     wait_for_previous();
-    const uint4* row = (const uint4*)(logits + (size_t)blockIdx.x * columns);
+    const uint4* row = (const uint4*)(logits + (size_t)blockIdx.y * columns);
     u64 own = 0; // order key of the value, then how far the index is from the end
-    for (int i = threadIdx.x; i < columns / 8; i += blockDim.x) {
+#pragma unroll 4
+    for (int i = blockIdx.x * ARGMAX_THREADS + threadIdx.x; i < columns / 8; i += ARGMAX_BLOCKS * ARGMAX_THREADS) {
         const uint4 v = row[i];
         const u32* pairs = (const u32*)&v;
 #pragma unroll
@@ -211,20 +241,24 @@ KERNEL void argmax(const bf16* logits, int* out, int columns) {
             own = own > candidate ? own : candidate;
         }
     }
-#pragma unroll
-    for (int d = 16; d; d /= 2) {
-        const u64 other = __shfl_xor_sync(~0u, own, d);
-        own = own > other ? own : other;
-    }
-    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = own;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        own = threadIdx.x < blockDim.x / 32 ? best[threadIdx.x] : 0;
+    const auto best_of_warp = [&]() {
 #pragma unroll
         for (int d = 16; d; d /= 2) {
             const u64 other = __shfl_xor_sync(~0u, own, d);
             own = own > other ? own : other;
         }
-        if (threadIdx.x == 0) out[blockIdx.x] = own == ~0ull ? -1 : (int)(0xffffffffu - (u32)own);
+    };
+    best_of_warp();
+    if (threadIdx.x % 32 == 0) best[threadIdx.x / 32] = own;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        own = threadIdx.x < ARGMAX_THREADS / 32 ? best[threadIdx.x] : 0;
+        best_of_warp();
+        if (threadIdx.x == 0) store_shared_cluster(shared_address_of(shared_address(&best_of_blocks[cluster_rank()]), 0), own);
     }
+    cluster_sync();
+    if (cluster_rank() || threadIdx.x >= 32) return;
+    own = threadIdx.x < ARGMAX_BLOCKS ? best_of_blocks[threadIdx.x] : 0;
+    best_of_warp();
+    if (threadIdx.x == 0) out[blockIdx.y] = own == ~0ull ? -1 : (int)(0xffffffffu - (u32)own);
 }

@@ -235,6 +235,7 @@ impl Rows {
         let MlaWrite { stride, latent, nope, rope, heads, .. } = *write;
         let projected = heads * (nope + rope) + latent + rope;
         if !latent.is_multiple_of(4)
+            || latent > 1024
             || !rope.is_multiple_of(2)
             || !stride.is_multiple_of(4)
             || stride < projected
@@ -316,7 +317,8 @@ impl Rows {
         }
         logits.expect("logits", rows * vocab * 2)?;
         out.expect("tokens", rows * 4)?;
-        let launch = Launch::new(&self.argmax, (rows as u32, 1), 1024).overlap(true);
+        // Eight blocks a row.
+        let launch = Launch::new(&self.argmax, (8, rows as u32), 512).overlap(true);
         let launch = launch.region(logits).region(out).size(vocab)?;
         // SAFETY: argmax's arguments; sizes were checked.
         unsafe { launch.enqueue(stream) }
