@@ -10,6 +10,11 @@
 // with GATED), GATED, EXPERTS (routed, here), TOP_K, SHARED.
 
 #define STAGES 4
+// Results leave by the copy engine while the next tile is multiplied: 32 rows of a warpgroup's features at once. Stores of
+// threads would touch eight lines each, which took a fifth of the down product's time.
+#define OUT_ROWS 32
+#define OUT_BYTES BLOCK_FEATURES // of a row of a warpgroup: half the block's features
+#define OUT_BUFFERS 3
 #define ROWS 256                     // of a tile at most
 #define A_BYTES (128 * 128)          // 128 weight rows of 64 elements
 #define STAGE_BYTES (A_BYTES + ROWS * 128)
@@ -59,6 +64,22 @@ DEVICE void fetch_rows(u32 to, const void* map, int element, int row, u32 barrie
                  "l"(map), "r"(element), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
 }
 
+// Eight by eight elements each, of which a lane has two neighbours of a column as memory sees it; lane l says where row l % 8
+// of matrix l / 8 goes.
+DEVICE void stmatrix_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// A box of a warpgroup's features and OUT_ROWS rows.
+DEVICE void store_rows(const void* map, int feature, int row, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                 "cp.async.bulk.commit_group;" ::"l"(map), "r"(feature), "r"(row), "r"(from) : "memory");
+}
+// Until at most one box of this thread's has not been read.
+DEVICE void wait_for_stores_but_one() { asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); }
+DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Where eight features (a chunk) of a row are among OUT_ROWS.
+DEVICE u32 place_of(int row, int chunk) { return row * OUT_BYTES + (GATED ? (chunk ^ row / 2) % 4 : (chunk ^ row) % 8) * 16; }
+
 // What a cluster works on: features from `feature` on, of a group's rows from `in` (and to `out`) on, `rows` of them.
 struct Tile {
     int group, feature, in, out, rows;
@@ -72,13 +93,16 @@ DEVICE float swiglu(float gate, float up) {
     return half + half * t;
 }
 
-// The tile's steps, and its way out. `stage` and `parity` go on from tile to tile.
-template <int N> DEVICE void multiply(const Tile& tile, u32 ring, u32 full, u32 empty, u32 peer_empty, int& stage, int& parity, bf16* out) {
-    const int warpgroup = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+// The tile's steps, and its way out by way of `leaving`, OUT_BUFFERS for this warpgroup. `stage`, `parity` and `turn` go on
+// from tile to tile.
+template <int N>
+DEVICE void multiply(const Tile& tile, u32 ring, u32 full, u32 empty, u32 peer_empty, int& stage, int& parity, u32 leaving, int& turn,
+                     const void* store, bf16* out) {
+    const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
     float acc[N / 2];
     int before = -1;
     const auto release = [&](int which) {
-        if (threadIdx.x % 128 == 0) {
+        if (thread == 0) {
             arrive_cluster(empty + 8 * which);
             arrive_cluster(peer_empty + 8 * which);
         }
@@ -101,35 +125,47 @@ template <int N> DEVICE void multiply(const Tile& tile, u32 ring, u32 full, u32 
     wgmma_wait<0>();
     release(before);
 
-    // Neighbouring features of a row are neighbouring lanes': pairs trade, so that each writes two features of one row.
-    const auto pair = [&](float first, float second) {
-        const float got = __shfl_xor_sync(~0u, g % 2 ? first : second, 4);
-        return g % 2 ? bf16_pair(got, second) : bf16_pair(first, got);
-    };
-    const int row = 2 * q + g % 2;
-    const int feature = tile.feature + warpgroup * (BLOCK_FEATURES / 2) + warp * (BLOCK_FEATURES / 8) + g / 2 * 2;
-    u32* to = (u32*)(out + (size_t)(tile.out + row) * FEATURES + feature);
+    const int feature = tile.feature + warpgroup * (BLOCK_FEATURES / 2);
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
+    for (int r = 0; r < N; r += OUT_ROWS) {
+        if (r >= tile.rows) break;
+        const u32 box = leaving + turn * (OUT_ROWS * OUT_BYTES);
+        const float* sums = acc + r / 2; // of 8 rows, four a thread: two rows of one feature, and of the feature eight further
 #if GATED
-        const u32 h = pair(swiglu(acc[4 * j], acc[4 * j + 2]), swiglu(acc[4 * j + 1], acc[4 * j + 3]));
-        if (8 * j + row < tile.rows) to[(size_t)j * 8 * FEATURES / 2] = h;
+        u32 h[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            h[j] = bf16_pair(swiglu(sums[4 * j], sums[4 * j + 2]), swiglu(sums[4 * j + 1], sums[4 * j + 3]));
+        stmatrix_transposed(box + place_of(lane, warp), h[0], h[1], h[2], h[3]);
 #else
-        const u32 low = pair(acc[4 * j], acc[4 * j + 1]), high = pair(acc[4 * j + 2], acc[4 * j + 3]);
-        if (8 * j + row < tile.rows) {
-            to[(size_t)j * 8 * FEATURES / 2] = low;
-            to[(size_t)j * 8 * FEATURES / 2 + 4] = high;
-        }
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+            stmatrix_transposed(box + place_of(j * 8 + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2),
+                                bf16_pair(sums[4 * j], sums[4 * j + 1]), bf16_pair(sums[4 * j + 2], sums[4 * j + 3]),
+                                bf16_pair(sums[4 * j + 4], sums[4 * j + 5]), bf16_pair(sums[4 * j + 6], sums[4 * j + 7]));
 #endif
+        fence_for_copies();
+        // The box after this one may be written when the box before last has been read.
+        if (thread == 0) wait_for_stores_but_one();
+        group_sync(1 + warpgroup, 128);
+        if (r + OUT_ROWS <= tile.rows) {
+            if (thread == 0) store_rows(store, feature, tile.out + r, box);
+        } else { // what lies behind belongs to others
+            constexpr int CHUNKS = OUT_BYTES / 16;
+            for (int i = thread; i < (tile.rows - r) * CHUNKS; i += 128)
+                *(uint4*)(out + (size_t)(tile.out + r + i / CHUNKS) * FEATURES + feature + i % CHUNKS * 8) =
+                    load_shared_16(box + place_of(i / CHUNKS, i % CHUNKS));
+        }
+        if (++turn == OUT_BUFFERS) turn = 0;
     }
 }
 
 // `weight` and `in` are maps of the weights and of the rows (sorted by expert, then once more as they came; GATED) or of
-// what the gated product wrote (not GATED). `ends` says where the routed experts' rows end. The result's rows are the
+// what the gated product wrote (not GATED); `store` is one of `out`, of boxes of OUT_ROWS rows. `ends` says where the routed experts' rows end. The result's rows are the
 // routed experts', up to rows * TOP_K of them, then `rows` for each shared expert.
 // a cluster of two blocks for every two multiprocessors, 384 threads
 KERNEL void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
-moe_product(const void* weight, const void* in, const int* ends, bf16* out, int rows) {
+moe_product(const void* weight, const void* in, const void* store, const int* ends, bf16* out, int rows) {
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     __shared__ int begins[GROUPS + 1], first_tile[CLASSES * GROUPS + 1];
@@ -210,17 +246,20 @@ moe_product(const void* weight, const void* in, const int* ends, bf16* out, int 
         }
     } else {
         take_registers<232>();
-        int stage = 0, parity = 0, t = blockIdx.x / 2;
+        const u32 leaving = ring + STAGES * STAGE_BYTES + threadIdx.x / 128 * (OUT_BUFFERS * OUT_ROWS * OUT_BYTES);
+        if (threadIdx.x % 128 == 0) fresh_map(store);
+        int stage = 0, parity = 0, turn = 0, t = blockIdx.x / 2;
         // One after the other, so that each has the registers for itself.
         const auto all_of = [&](auto n) {
             constexpr int N = decltype(n)::value, c = (ROWS - N) / 64;
             for (; t < first_tile[(c + 1) * GROUPS]; t += clusters)
-                multiply<N>(tile_of(c, t), ring, full, own_empty, peer_empty, stage, parity, out);
+                multiply<N>(tile_of(c, t), ring, full, own_empty, peer_empty, stage, parity, leaving, turn, store, out);
         };
         all_of(Int<256>());
         all_of(Int<192>());
         all_of(Int<128>());
         all_of(Int<64>());
+        wait_for_stores();
     }
     __syncthreads();
     // What the peer still sends must find this block alive.

@@ -3,10 +3,11 @@ use super::{MoeShape, MoeWeights, Places};
 use crate::tensor_map::{MapShape, TensorMap};
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
 
-/// Shared memory of a block: four steps of 128 weight rows and up to 256 rows, and what aligns them.
-const SHARED_BYTES: usize = 4 * (128 + 256) * 128 + 1024;
+/// Shared memory of a block: four steps of 128 weight rows and up to 256 rows, for each of two warpgroups three boxes of
+/// results, and what aligns them.
+const SHARED_BYTES: usize = 4 * (128 + 256) * 128 + 2 * 3 * BOX_ROWS * 128 + 1024;
 const THREADS: u32 = 384;
-/// Rows that are fetched at once.
+/// Rows that are fetched, or leave, at once.
 const BOX_ROWS: usize = 32;
 
 /// The kernels for a shape of which `num_here` routed experts are here.
@@ -38,6 +39,9 @@ pub struct ProductRooms {
     pub out: Region,
     sorted_map: TensorMap,
     inner_map: TensorMap,
+    /// What is between the products, as the first writes it.
+    inner_store: TensorMap,
+    out_store: TensorMap,
 }
 
 impl MoeProducts {
@@ -103,17 +107,32 @@ impl MoeProducts {
     /// [`GpuError::Driver`] when memory is out.
     pub fn rooms(&self, device: &Device, max_rows: usize) -> Result<ProductRooms, GpuError> {
         let MoeShape { hidden, intermediate, top_k, num_shared, .. } = self.shape;
+        let map = |region: &Region, rows: usize, columns: usize, box_columns: usize| {
+            let box_sizes = &[box_columns, BOX_ROWS];
+            TensorMap::new(
+                device,
+                region,
+                MapShape { sizes: &[columns, rows], strides: &[columns * 2], box_sizes },
+            )
+        };
         let room = |rows: usize, columns: usize| -> Result<_, GpuError> {
             // What is behind the last row of a group is multiplied too, and thrown away: it needs to be memory, no more.
             let region = Region::alloc(device, rows * columns * 2)?;
-            let shape =
-                MapShape { sizes: &[columns, rows], strides: &[columns * 2], box_sizes: &[64, BOX_ROWS] };
-            TensorMap::new(device, &region, shape)
+            map(&region, rows, columns, 64)
         };
         let sorted_map = room(max_rows * (top_k + 1), hidden)?;
-        let inner_map = room(max_rows * (top_k + num_shared), intermediate)?;
-        let out = Region::alloc(device, max_rows * (top_k + num_shared) * hidden * 2)?;
-        Ok(ProductRooms { max_rows, sorted: sorted_map.memory().clone(), out, sorted_map, inner_map })
+        let inner_rows = max_rows * (top_k + num_shared);
+        let inner_map = room(inner_rows, intermediate)?;
+        let out_store = room(inner_rows, hidden)?;
+        Ok(ProductRooms {
+            max_rows,
+            sorted: sorted_map.memory().clone(),
+            out: out_store.memory().clone(),
+            inner_store: map(inner_map.memory(), inner_rows, intermediate, 32)?,
+            sorted_map,
+            inner_map,
+            out_store,
+        })
     }
 
     /// Enqueues both products of the `rows` rows that are in the rooms, sorted and as they came.
@@ -132,14 +151,13 @@ impl MoeProducts {
             return Err(GpuError::unsupported(format!("{rows} rows of at most {}", rooms.max_rows)));
         }
         places.ends.expect("ends", self.num_here * 4)?;
-        let inner = rooms.inner_map.memory();
         for (kernel, weight, from, to) in [
-            (&self.gate_up, &weights.gate_up, &rooms.sorted_map, inner),
-            (&self.down, &weights.down, &rooms.inner_map, &rooms.out),
+            (&self.gate_up, &weights.gate_up, &rooms.sorted_map, &rooms.inner_store),
+            (&self.down, &weights.down, &rooms.inner_map, &rooms.out_store),
         ] {
             let launch = Launch::new(kernel, (self.blocks, 1), THREADS);
-            let launch = launch.region(weight.region()).region(from.region()).region(&places.ends);
-            let launch = launch.region(to).size(rows)?;
+            let launch = launch.region(weight.region()).region(from.region()).region(to.region());
+            let launch = launch.region(&places.ends).region(to.memory()).size(rows)?;
             // SAFETY: moe_product's arguments; the rooms were made for as many rows, the maps keep their memory, and the
             // rooms and weights are the caller's to keep until the work is over, which freeing waits for.
             unsafe { launch.enqueue(stream)? };
