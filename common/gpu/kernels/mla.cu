@@ -357,14 +357,8 @@ DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, con
                 for (int k = 0; k < AT_ONCE; ++k) {
                     const float w = __shfl_sync(~0u, weight, (k0 + k) * GROUPS + group);
                     const float4 a = rows[k][0], b = rows[k][1];
-                    sum[0] += w * a.x;
-                    sum[1] += w * a.y;
-                    sum[2] += w * a.z;
-                    sum[3] += w * a.w;
-                    sum[4] += w * b.x;
-                    sum[5] += w * b.y;
-                    sum[6] += w * b.z;
-                    sum[7] += w * b.w;
+                    sum[0] += w * a.x, sum[1] += w * a.y, sum[2] += w * a.z, sum[3] += w * a.w;
+                    sum[4] += w * b.x, sum[5] += w * b.y, sum[6] += w * b.z, sum[7] += w * b.w;
                 }
             }
             float share = weight * ms.y;
