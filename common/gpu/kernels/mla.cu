@@ -21,6 +21,7 @@
 #define STAGE_BYTES (SLABS * SLAB_BYTES)
 #define BOX_TOKENS (BLOCK_SIZE < TILE ? BLOCK_SIZE : TILE) // that lie together in the cache
 #define BOXES (TILE / BOX_TOKENS)                          // of a slab
+#define QUERY_STRIDE (WIDTH * 2 + 16) // bytes, of a head: an odd number of 16-byte units, no bank conflicts
 #define SCORE_STRIDE 40 // floats
 #define P_STRIDE 40     // bf16
 #define WARPS 16        // of heads in the softmax, of column parts in the output
@@ -36,21 +37,17 @@ KERNEL void mla_plan(const int* seq_lens, int4* plan, int batch, int blocks) {
     const int i = threadIdx.x, lane = i % 32, warp = i / 32;
     wait_for_previous();
     const int len = i < batch ? seq_lens[i] : 0, own = (len + TILE - 1) / TILE;
-    int end = own;
-    for (int d = 1; d < 32; d *= 2) {
-        const int n = __shfl_up_sync(~0u, end, d);
-        if (lane >= d) end += n;
-    }
+    const auto sum_up_to = [&](int v) { // over the lanes of a warp
+        for (int d = 1; d < 32; d *= 2) {
+            const int n = __shfl_up_sync(~0u, v, d);
+            if (lane >= d) v += n;
+        }
+        return v;
+    };
+    int end = sum_up_to(own);
     if (lane == 31) sums[warp] = end;
     __syncthreads();
-    if (warp == 0) {
-        int s = sums[lane];
-        for (int d = 1; d < 32; d *= 2) {
-            const int n = __shfl_up_sync(~0u, s, d);
-            if (lane >= d) s += n;
-        }
-        sums[lane] = s;
-    }
+    if (warp == 0) sums[lane] = sum_up_to(sums[lane]);
     __syncthreads();
     if (warp) end += sums[warp - 1];
     const long long total = sums[31];
@@ -79,14 +76,17 @@ KERNEL void __launch_bounds__((WARPS + 1) * 32, 1)
 mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* block_table, const int4* plan, float* part_out,
            float2* part_max_sum, int max_blocks, float scale, int early) {
     extern __shared__ __align__(1024) u8 memory[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 2];
     __shared__ float scores[2][PARTS][HEADS][SCORE_STRIDE]; // [tile parity][part of the inner dimension]
     __shared__ __align__(16) bf16 probabilities[2][HEADS][P_STRIDE];
     __shared__ float shrinks[2][HEADS];
     const u32 ring = (shared_address(memory) + 1023) / 1024 * 1024;
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
+    const u32 query_room = ring + STAGES * STAGE_BYTES, query_full = empty + 8 * STAGES, query_empty = query_full + 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
+        barrier_init(query_full, 1);
+        barrier_init(query_empty, WARPS);
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, WARPS);
@@ -108,8 +108,20 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
     int4 now = sequences[sequence]; // first tile, end tile, tokens
 
     if (warp == WARPS) {
-        const u64 policy = policy_evict_first();
-        int stage = 0, parity = 1;
+        const u64 policy = policy_evict_first(), keep = policy_keep();
+        int stage = 0, parity = 1, query_parity = 1;
+        // A sequence's query comes ahead of its first tile, so that nobody waits for it behind what is on its way.
+        bool wanted = true;
+        auto fetch_query = [&](int of) {
+            if (VARIANT & 1) return; // nobody multiplies
+            barrier_wait(query_empty, query_parity);
+            if (lane == 0) barrier_expect(query_full, HEADS * WIDTH * 2);
+            __syncwarp();
+            if (lane < HEADS)
+                bulk_copy(query_room + lane * QUERY_STRIDE, q + ((size_t)of * HEADS + lane) * WIDTH, WIDTH * 2, query_full, keep);
+            query_parity ^= 1;
+            wanted = false;
+        };
         // A lane fetches one box of tokens of one slab, or of several; their cache row is looked up one tile ahead. Boxes
         // beyond the last token are its own once more.
         const int box = lane % BOXES;
@@ -121,11 +133,13 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
         bool last = begin + 1 == now.y;
         for (int tile = begin; tile < end; ++tile) {
             const int from = source;
-            if (last && !waited) {
+            if (!waited && (last || tile - begin == STAGES)) {
                 wait_for_previous();
                 waited = true;
             }
+            if (waited && wanted) fetch_query(sequence);
             if (tile + 1 < end) {
+                wanted |= tile + 1 >= now.y;
                 while (tile + 1 >= now.y) now = sequences[++sequence];
                 source = source_of(tile + 1);
                 last = tile + 2 == now.y;
@@ -143,19 +157,15 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
             }
         }
         if (!waited) wait_for_previous();
+        if (wanted) fetch_query(sequence);
         return;
     }
 
     if (!waited) wait_for_previous();
 #if VARIANT & 1
-    int stage_only = 0, parity_only = 0;
-    for (int tile = begin; tile < end; ++tile) {
-        barrier_wait(full + 8 * stage_only, parity_only);
-        if (lane == 0) barrier_arrive(empty + 8 * stage_only);
-        if (++stage_only == STAGES) {
-            stage_only = 0;
-            parity_only ^= 1;
-        }
+    for (int i = 0; i < end - begin; ++i) {
+        barrier_wait(full + 8 * (i % STAGES), i / STAGES % 2);
+        if (lane == 0) barrier_arrive(empty + 8 * (i % STAGES));
     }
     return;
 #endif
@@ -179,15 +189,15 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
     for (int t = 0; t < COLUMN_TILES / 2; ++t)
         value_places[t] = place_of(lane % 16, warp * (LATENT / WARPS / 8) + t * 2 + lane / 16);
 
-    auto load_query = [&](int of) {
-        const bf16* base = q + ((size_t)of * HEADS + g) * WIDTH + inner * (WIDTH / PARTS) + 2 * quad;
+    int query_parity = 0;
+    auto load_query = [&]() {
+        barrier_wait(query_full, query_parity);
+        query_parity ^= 1;
+        const u32 base = query_room + lane % 16 * QUERY_STRIDE + inner * (WIDTH / PARTS) * 2 + lane / 16 * 16;
 #pragma unroll
-        for (int k = 0; k < K_STEPS; ++k) {
-            query[k][0] = *(const u32*)(base + k * 16);
-            query[k][1] = *(const u32*)(base + 8 * WIDTH + k * 16);
-            query[k][2] = *(const u32*)(base + k * 16 + 8);
-            query[k][3] = *(const u32*)(base + 8 * WIDTH + k * 16 + 8);
-        }
+        for (int k = 0; k < K_STEPS; ++k) ldmatrix(query[k], base + k * 32);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(query_empty);
     };
     auto start = [&]() {
 #pragma unroll
@@ -214,9 +224,7 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
         u32 b[LOADS][4];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) ldmatrix(b[i], ring + stage * STAGE_BYTES + score_places[i]);
-        float acc[3][4];
-#pragma unroll
-        for (int t = 0; t < 3; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.f;
+        float acc[3][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
         for (int k = 0; k < K_STEPS; ++k)
             mma(acc[k % 3], query[k][0], query[k][1], query[k][2], query[k][3], b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
@@ -225,7 +233,7 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
         *(float2*)(target + 8 * SCORE_STRIDE) = make_float2(acc[0][2] + acc[1][2] + acc[2][2], acc[0][3] + acc[1][3] + acc[2][3]);
     };
 
-    load_query(sequence);
+    load_query();
     start();
     score(0, 0, 0);
     group_sync(1, WARPS * 32);
@@ -257,7 +265,7 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
         if (tile + 1 < end) {
             if (tile + 1 >= ahead_end) {
                 while (tile + 1 >= ahead_end) ahead_end = sequences[++ahead].y;
-                load_query(ahead);
+                load_query();
             }
             score(next_stage, next_parity, side ^ 1);
         }
@@ -270,12 +278,7 @@ mla_decode(const __grid_constant__ TensorMap cache, const bf16* q, const int* bl
             ldmatrix(p[k], shared_address(&probabilities[side][lane % 16][k * 16 + lane / 16 * 8]));
         if (__any_sync(~0u, low != 1.f || high != 1.f)) {
 #pragma unroll
-            for (int t = 0; t < COLUMN_TILES; ++t) {
-                out[t][0] *= low;
-                out[t][1] *= low;
-                out[t][2] *= high;
-                out[t][3] *= high;
-            }
+            for (int t = 0; t < COLUMN_TILES; ++t) out[t][0] *= low, out[t][1] *= low, out[t][2] *= high, out[t][3] *= high;
         }
         const int valid = now.z - (tile - now.x) * TILE;
         if (valid < TILE) { // what lies behind the last token counts nothing, whatever it is
@@ -344,12 +347,11 @@ DEVICE void combine_parts(const float* part_out, const float2* part_max_sum, con
 #pragma unroll
             for (int d = 16; d; d /= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, d));
             now = fmaxf(now, top);
-            const float shrink = exp2_fast(top - now);
+            const float shrink = exp2_fast(top - now), weight = exp2_fast(ms.x - now);
             top = now;
             weight_sum *= shrink;
 #pragma unroll
             for (int j = 0; j < 8; ++j) sum[j] *= shrink;
-            const float weight = exp2_fast(ms.x - now);
             for (int k0 = 0; k0 < 32 / GROUPS; k0 += AT_ONCE) {
                 if (k0 * GROUPS >= count) break;
                 if (k0) fetch(k0);

@@ -219,18 +219,18 @@ KERNEL void gqa_write(bf16* qkv, const bf16* query_norm, const bf16* key_norm, c
     }
 }
 
-// The index of the largest logit of each row, the lowest on ties; -1 when one is not a number or infinitely large. The blocks
-// of a row are a cluster. grid (ARGMAX_BLOCKS, rows), ARGMAX_THREADS threads
-#define ARGMAX_BLOCKS 8
+// The index of the largest logit of each row, the lowest on ties; -1 when one is not a number or infinitely large.
+// grid (up to MAX_ARGMAX_BLOCKS, rows), clusters of the blocks of a row, ARGMAX_THREADS threads
+#define MAX_ARGMAX_BLOCKS 8
 #define ARGMAX_THREADS 512
-KERNEL void __cluster_dims__(ARGMAX_BLOCKS, 1, 1) argmax(const bf16* logits, int* out, int columns) {
-    __shared__ u64 best[ARGMAX_THREADS / 32], best_of_blocks[ARGMAX_BLOCKS];
+KERNEL void __launch_bounds__(ARGMAX_THREADS) argmax(const bf16* logits, int* out, int columns) {
+    __shared__ u64 best[ARGMAX_THREADS / 32], best_of_blocks[MAX_ARGMAX_BLOCKS];
     let_next_start();
     wait_for_previous();
     const uint4* row = (const uint4*)(logits + (size_t)blockIdx.y * columns);
     u64 own = 0; // order key of the value, then how far the index is from the end
 #pragma unroll 4
-    for (int i = blockIdx.x * ARGMAX_THREADS + threadIdx.x; i < columns / 8; i += ARGMAX_BLOCKS * ARGMAX_THREADS) {
+    for (int i = blockIdx.x * ARGMAX_THREADS + threadIdx.x; i < columns / 8; i += gridDim.x * ARGMAX_THREADS) {
         const uint4 v = row[i];
         const u32* pairs = (const u32*)&v;
 #pragma unroll
@@ -258,7 +258,7 @@ KERNEL void __cluster_dims__(ARGMAX_BLOCKS, 1, 1) argmax(const bf16* logits, int
     }
     cluster_sync();
     if (cluster_rank() || threadIdx.x >= 32) return;
-    own = threadIdx.x < ARGMAX_BLOCKS ? best_of_blocks[threadIdx.x] : 0;
+    own = threadIdx.x < gridDim.x ? best_of_blocks[threadIdx.x] : 0;
     best_of_warp();
     if (threadIdx.x == 0) out[blockIdx.y] = own == ~0ull ? -1 : (int)(0xffffffffu - (u32)own);
 }

@@ -83,8 +83,9 @@ impl Mla {
             ("VARIANT", i64::from(left_out)),
         ];
         let module = Module::load(device, Source::Mla, &constants)?;
-        // And what aligns it.
-        let ring = STAGES * TILE * (shape.latent + shape.rope) * 2 + 1024;
+        // A query, each head a little longer, and what aligns the ring.
+        let row = (shape.latent + shape.rope) * 2;
+        let ring = STAGES * TILE * row + HEADS * (row + 16) + 1024;
         let parts = device.num_multiprocessors() as usize + max_batch;
         Ok(Self {
             shape,

@@ -317,8 +317,9 @@ impl Rows {
         }
         logits.expect("logits", rows * vocab * 2)?;
         out.expect("tokens", rows * 4)?;
-        // Eight blocks a row.
-        let launch = Launch::new(&self.argmax, (8, rows as u32), 512).overlap(true);
+        // As many blocks a row as all run at once.
+        let blocks = if rows <= 64 { 8 } else { 4 };
+        let launch = Launch::new(&self.argmax, (blocks, rows as u32), 512).overlap(true).cluster(blocks);
         let launch = launch.region(logits).region(out).size(vocab)?;
         // SAFETY: argmax's arguments; sizes were checked.
         unsafe { launch.enqueue(stream) }
