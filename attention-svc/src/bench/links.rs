@@ -94,9 +94,9 @@ fn goals(measured: &Measured) -> Vec<Goal> {
     };
     let ratio = |name: &str, beside: &str, bytes| Some(time(name, bytes)? / time(beside, bytes)?);
     // A socket's worth is the same at every size; the worst of them counts.
-    let of_tcp = || {
+    let of_tcp = |beside: &str| {
         let series = measured.series.iter().find(|series| series.kind == Some(LinkKind::Tcp))?;
-        series.sizes.iter().filter_map(|size| ratio("tcp", "raw tcp", size.bytes)).reduce(f64::max)
+        series.sizes.iter().filter_map(|size| ratio("tcp", beside, size.bytes)).reduce(f64::max)
     };
     let goal = |what, bound, more_is_better, found: Option<f64>| {
         Some(Goal { what, bound, found: found?, more_is_better })
@@ -105,7 +105,13 @@ fn goals(measured: &Measured) -> Vec<Goal> {
     [
         goal("shm beside inline at 1 MiB, times faster", 5.0, true, ratio("inline", "shm", LARGE_BYTES)),
         goal("shm over a bare futex at 4 KiB", 1.5, false, ratio("shm", "raw futex", SMALL_BYTES)),
-        goal("tcp over a bare socket, the worst size", 1.3, false, of_tcp()),
+        goal("tcp over a bare socket among several, the worst size", 1.3, false, of_tcp("raw tcp, epoll")),
+        goal(
+            "tcp over a bare socket that is waited for alone, the worst size",
+            1.3,
+            false,
+            of_tcp("raw tcp"),
+        ),
         goal("checksum, GB/s", 25.0, true, rate),
     ]
     .into_iter()
@@ -205,6 +211,7 @@ mod tests {
                 series("shm", Some(LinkKind::Shm), 14, 300),
                 series("tcp", Some(LinkKind::Tcp), 24, 700),
                 series("inline", Some(LinkKind::Inline), 100, 1400),
+                series("raw tcp, epoll", None, 21, 560),
                 series("raw tcp", None, 20, 500),
             ],
             checksum_rate: 30e9,
@@ -214,7 +221,7 @@ mod tests {
     #[test]
     fn goals_are_ratios_of_the_same_run() {
         let found: Vec<_> = goals(&measured()).iter().map(|g| (g.found, g.is_met())).collect();
-        assert_eq!(found, [(1400.0 / 300.0, false), (1.4, true), (1.4, false), (30.0, true)]);
+        assert_eq!(found, [(1400.0 / 300.0, false), (1.4, true), (1.25, true), (1.4, false), (30.0, true)]);
         let text = text(
             &Settings { kinds: vec![], rows: vec![1, 256], columns: 2048, time: Duration::ZERO, slices: 1 },
             &measured(),

@@ -40,26 +40,28 @@ pub fn wait(word: &AtomicU32, seen: u32, scope: Scope, timeout: Option<Duration>
     }
 }
 
-/// Sleeps while every word has the value it was seen with, at most for `timeout`.
+/// Sleeps while every word has the value it was seen with, at most for `timeout`. At most [`MAX_WORDS`] of them.
 ///
 /// # Errors
-/// [`io::ErrorKind::Unsupported`] on kernels older than 5.16 or where the call is filtered; nothing was waited for.
-pub fn wait_any(words: &[Watched<'_>], timeout: Option<Duration>) -> io::Result<()> {
-    let entries: Vec<Entry> = words.iter().map(Entry::of).collect();
+/// [`io::ErrorKind::Unsupported`] on kernels older than 5.16, where the call is filtered, or with more words than there may
+/// be; nothing was waited for.
+pub fn wait_any<'a>(
+    words: impl IntoIterator<Item = Watched<'a>>,
+    timeout: Option<Duration>,
+) -> io::Result<()> {
+    let mut entries = [const { Entry::NONE }; MAX_WORDS];
+    let mut len = 0;
+    for word in words {
+        *entries.get_mut(len).ok_or(io::ErrorKind::Unsupported)? = Entry::of(&word);
+        len += 1;
+    }
     let deadline = timeout.map(|timeout| timespec(monotonic_now() + timeout));
     let deadline = deadline.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: `entries` holds `len` entries laid out as the kernel's struct futex_waitv, each with the address of a live,
-    // aligned u32 borrowed through `words`; `deadline` is null or points to a timespec. All outlive the call, which
+    // SAFETY: `entries` begins with `len` entries laid out as the kernel's struct futex_waitv, each with the address of a
+    // live, aligned u32 borrowed for 'a, which outlives the call; `deadline` is null or points to a timespec. All outlive the call, which
     // writes to none of them.
     let result = unsafe {
-        libc::syscall(
-            libc::SYS_futex_waitv,
-            entries.as_ptr(),
-            entries.len(),
-            0,
-            deadline,
-            libc::CLOCK_MONOTONIC,
-        )
+        libc::syscall(libc::SYS_futex_waitv, entries.as_ptr(), len, 0, deadline, libc::CLOCK_MONOTONIC)
     };
     match io::Error::last_os_error() {
         error
@@ -76,7 +78,7 @@ pub fn wait_any(words: &[Watched<'_>], timeout: Option<Duration>) -> io::Result<
 pub fn can_wait_any() -> bool {
     let words = [AtomicU32::new(0), AtomicU32::new(0)];
     let watched = words.each_ref().map(|word| (word, 1, Scope::Shared));
-    wait_any(&watched, Some(Duration::ZERO)).is_ok()
+    wait_any(watched, Some(Duration::ZERO)).is_ok()
 }
 
 /// As the kernel's `struct futex_waitv`.
@@ -89,6 +91,8 @@ struct Entry {
 }
 
 impl Entry {
+    const NONE: Self = Self { seen: 0, address: 0, flags: 0, reserved: 0 };
+
     fn of((word, seen, scope): &Watched<'_>) -> Self {
         let flags = libc::FUTEX2_SIZE_U32 | private(*scope);
         Self {
@@ -157,7 +161,7 @@ mod tests {
         let words = [AtomicU32::new(0), AtomicU32::new(0)];
         let begun = Instant::now();
         let watched = [(&words[0], 0, Scope::Process), (&words[1], 0, Scope::Shared)];
-        wait_any(&watched, Some(Duration::from_millis(5))).unwrap();
+        wait_any(watched, Some(Duration::from_millis(5))).unwrap();
         assert!(begun.elapsed() >= Duration::from_millis(4));
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -165,7 +169,7 @@ mod tests {
                 wake(&words[1], Scope::Shared);
             });
             while words[1].load(SeqCst) == 0 {
-                wait_any(&watched, Some(LONG)).unwrap();
+                wait_any(watched, Some(LONG)).unwrap();
             }
         });
         assert!(begun.elapsed() < LONG / 2);

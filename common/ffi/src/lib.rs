@@ -1,17 +1,20 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
 //! of a tensor as a slice ([`memory`]), loops for few rows on the CPU ([`cpu_attention`], [`cpu_rows`], [`cpu_linear`],
 //! [`cpu_heads`], [`cpu_mlp`]) and the threads that share them ([`Crew`]), libtorch on a GPU ([`cuda`]), control over this
-//! process ([`process`]), memory shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]), and
-//! sockets that are read without waiting ([`socket`]).
+//! process ([`process`]), memory shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]), sockets that
+//! are read without waiting ([`socket`]), the checksum of what goes through both ([`crc`]), and a count of
+//! [`allocations`] for tests.
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
+pub mod allocations;
 pub mod cpu_attention;
 pub mod cpu_heads;
 pub mod cpu_linear;
 pub mod cpu_mlp;
 mod cpu_products;
 pub mod cpu_rows;
+pub mod crc;
 mod crew;
 pub mod cuda;
 mod exp;

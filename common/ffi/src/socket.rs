@@ -1,5 +1,5 @@
-//! What std has no call for: reading a socket without waiting while its other direction blocks, and sleeping until one of
-//! several sockets has something to read or a thread says so.
+//! What std has no call for: reading a socket without waiting while its other direction blocks, sleeping until it takes more to
+//! send, and sleeping until one of several sockets has something to read or a thread says so.
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::time::Duration;
@@ -23,6 +23,26 @@ pub fn recv_now(socket: impl AsFd, bufs: &mut [IoSliceMut<'_>]) -> io::Result<us
     // the descriptor is borrowed for the call too. The kernel writes only into these buffers and into `message`.
     let read = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     usize::try_from(read).map_err(|_| io::Error::last_os_error())
+}
+
+/// Sleeps until the socket takes something more to send, or is at its end, at most for `timeout`. May end early. Returns
+/// whether it is worth an attempt.
+///
+/// # Errors
+/// The system's word.
+pub fn wait_writable(socket: impl AsFd, timeout: Duration) -> io::Result<bool> {
+    let mut wanted = libc::pollfd { fd: socket.as_fd().as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    let timeout = crate::futex::timespec(timeout);
+    // SAFETY: one pollfd, of which the kernel writes `revents`, and a timespec that it reads; both outlive the call, and so
+    // does the borrowed descriptor. No signal mask is given.
+    let found = unsafe { libc::ppoll(&raw mut wanted, 1, &raw const timeout, std::ptr::null()) };
+    match found {
+        ..0 => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => Ok(true),
+            error => Err(error),
+        },
+        found => Ok(found > 0),
+    }
 }
 
 /// Sockets of which one thread wants to know that they can be read, and its bell.
@@ -145,7 +165,7 @@ fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
     use std::thread;
     use std::time::Instant;
@@ -165,6 +185,24 @@ mod tests {
         drop(ours);
         assert_eq!(read().unwrap(), 0);
         assert_eq!((&first, &second[..3]), (b"abc", &b"de\0"[..]));
+    }
+
+    #[test]
+    fn room_to_write_is_waited_for_and_no_longer_than_asked() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let block = [0; 1 << 16];
+        let filled = std::iter::from_fn(|| (&ours).write(&block).ok()).sum::<usize>();
+        let begun = Instant::now();
+        assert!(!wait_writable(&ours, Duration::from_millis(5)).unwrap());
+        assert!(begun.elapsed() >= Duration::from_millis(5));
+        thread::scope(|scope| {
+            scope.spawn(|| theirs.read_exact(&mut vec![0; filled]).unwrap());
+            assert!(wait_writable(&ours, LONG).unwrap());
+        });
+        drop(theirs);
+        assert!(wait_writable(&ours, LONG).unwrap(), "its end is worth seeing");
+        assert!(begun.elapsed() < LONG / 2);
     }
 
     #[test]

@@ -2,12 +2,15 @@
 use std::fmt;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use afd_ffi::futex::{self, Scope};
 use afd_ffi::shm::Watch;
 use afd_ffi::socket::Readiness;
+
+/// Sleep between two looks where the kernel has stopped to wait for several words.
+const NAP: Duration = Duration::from_millis(1);
 
 /// Wakes an engine thread that sleeps until one of its links has something to say.
 ///
@@ -24,7 +27,8 @@ pub struct Doorbell {
 struct Inner {
     count: AtomicU32,
     sleepers: AtomicU32,
-    lanes: Mutex<Vec<Weak<Watch>>>,
+    /// Made anew when one comes or goes, so that whoever sleeps takes all of them at once and allocates nothing.
+    lanes: Mutex<Arc<[Arc<Watch>]>>,
     /// Sockets in `readiness`. Changed while `lanes` is held.
     num_sockets: AtomicU32,
     readiness: OnceLock<Readiness>,
@@ -36,6 +40,7 @@ impl Doorbell {
         self.inner.count.fetch_add(1, SeqCst);
         if self.inner.sleepers.load(SeqCst) > 0 {
             futex::wake(&self.inner.count, Scope::Process);
+            self.lanes().iter().for_each(|lane| lane.wake());
             self.inner.readiness.get().into_iter().for_each(Readiness::wake);
         }
     }
@@ -48,50 +53,44 @@ impl Doorbell {
     /// Sleeps until the bell rang after `seen` was read, or until `deadline` (`None`: no limit).
     /// Returns whether it rang.
     pub fn wait(&self, seen: u64, deadline: Option<Instant>) -> bool {
-        let lanes = self.live_lanes();
         // Said before looking for the last time: whoever rings later sees it.
         self.inner.sleepers.fetch_add(1, SeqCst);
-        lanes.iter().for_each(|lane| lane.set_sleeping(true));
         let rang = loop {
-            if self.count() != seen || lanes.iter().any(|lane| lane.moved()) {
-                break true;
-            }
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
-                break false;
-            }
-            if self.sleep(seen as u32, &lanes, left) {
-                break true;
+            let lanes = self.lanes();
+            lanes.iter().for_each(|lane| lane.set_sleeping(true));
+            let rang = self.look_and_sleep(seen, &lanes, deadline);
+            lanes.iter().for_each(|lane| lane.set_sleeping(false));
+            if let Some(rang) = rang {
+                break rang;
             }
         };
-        lanes.iter().for_each(|lane| lane.set_sleeping(false));
         self.inner.sleepers.fetch_sub(1, SeqCst);
         rang
     }
 
-    /// Wakes for this lane too, while somebody holds the watch. Returns `false` where the kernel cannot wait for several
-    /// words, or for no more of them: a thread has to ring for the lane then.
-    pub(super) fn watch(&self, lane: &Arc<Watch>) -> bool {
+    /// Wakes for this lane too, for as long as somebody holds what is returned. `None` where the kernel cannot wait for
+    /// several words, or for no more of them: a thread has to ring for the lane then.
+    pub(super) fn watch(&self, lane: Watch) -> Option<LaneWatch> {
         let mut lanes = self.lock_lanes();
-        lanes.retain(|lane| lane.strong_count() > 0);
-        let watched = self.inner.num_sockets.load(SeqCst) == 0
-            && lanes.len() + 1 < futex::MAX_WORDS
-            && futex::can_wait_any();
-        if watched {
-            lanes.push(Arc::downgrade(lane));
+        if self.inner.num_sockets.load(SeqCst) > 0
+            || lanes.len() >= futex::MAX_WORDS
+            || !(lanes.is_empty() || futex::can_wait_any())
+        {
+            return None;
         }
+        let lane = Arc::new(lane);
+        *lanes = lanes.iter().cloned().chain([Arc::clone(&lane)]).collect();
         drop(lanes);
         // An engine that sleeps must begin to watch it.
         self.ring();
-        watched
+        Some(LaneWatch { bell: self.clone(), lane })
     }
 
     /// Wakes whenever this socket can be read, for as long as somebody holds what is returned: whoever waits must have read
     /// it until nothing was left. `None` where the bell sleeps on lanes, or the system has no descriptors left: a thread has
     /// to ring for the socket then.
     pub(super) fn watch_socket(&self, socket: &Arc<TcpStream>) -> Option<SocketWatch> {
-        let mut lanes = self.lock_lanes();
-        lanes.retain(|lane| lane.strong_count() > 0);
+        let lanes = self.lock_lanes();
         if !lanes.is_empty() {
             return None;
         }
@@ -106,32 +105,58 @@ impl Doorbell {
         Some(SocketWatch { bell: self.clone(), socket: Arc::clone(socket) })
     }
 
-    /// Returns whether a socket can be read.
-    fn sleep(&self, seen: u32, lanes: &[Arc<Watch>], left: Option<Duration>) -> bool {
+    /// Whether it rang, or `None` to look again: after a sleep, whatever ended it.
+    fn look_and_sleep(&self, seen: u64, lanes: &[Arc<Watch>], deadline: Option<Instant>) -> Option<bool> {
+        if self.count() != seen || lanes.iter().any(|lane| lane.moved()) {
+            return Some(true);
+        }
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        if left.is_some_and(|left| left.is_zero()) {
+            return Some(false);
+        }
         if self.inner.num_sockets.load(SeqCst) > 0
             && let Some(sockets) = self.inner.readiness.get()
         {
-            return sockets.wait(left);
+            return sockets.wait(left).then_some(true);
         }
-        let own = (&self.inner.count, seen, Scope::Process);
-        if lanes.is_empty() {
-            futex::wait(own.0, own.1, own.2, left);
-            return false;
+        match lanes {
+            [] => futex::wait(&self.inner.count, seen as u32, Scope::Process, left),
+            [lane] => {
+                let (word, asleep, scope) = lane.word();
+                futex::wait(word, asleep, scope, left);
+            }
+            lanes => {
+                if futex::wait_any(lanes.iter().map(|lane| lane.word()), left).is_err() {
+                    // Worked when the lanes were added; whatever changed, the engine must not spin.
+                    futex::wait(&self.inner.count, seen as u32, Scope::Process, Some(NAP));
+                }
+            }
         }
-        let words: Vec<_> = std::iter::once(own).chain(lanes.iter().map(|lane| lane.word())).collect();
-        if futex::wait_any(&words, left).is_err() {
-            // Worked when the lane was added; whatever changed, the engine must not spin.
-            futex::wait(own.0, own.1, own.2, Some(Duration::from_millis(1)));
-        }
-        false
+        None
     }
 
-    fn live_lanes(&self) -> Vec<Arc<Watch>> {
-        self.lock_lanes().iter().filter_map(Weak::upgrade).collect()
+    fn lanes(&self) -> Arc<[Arc<Watch>]> {
+        Arc::clone(&self.lock_lanes())
     }
 
-    fn lock_lanes(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Watch>>> {
+    fn lock_lanes(&self) -> MutexGuard<'_, Arc<[Arc<Watch>]>> {
         self.inner.lanes.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// A lane that a bell sleeps on; no longer once it is dropped.
+pub(super) struct LaneWatch {
+    bell: Doorbell,
+    lane: Arc<Watch>,
+}
+
+impl Drop for LaneWatch {
+    fn drop(&mut self) {
+        let mut lanes = self.bell.lock_lanes();
+        *lanes = lanes.iter().filter(|lane| !Arc::ptr_eq(lane, &self.lane)).cloned().collect();
+        drop(lanes);
+        // Whoever sleeps on it would not hear the bell any more.
+        self.lane.wake();
     }
 }
 

@@ -194,7 +194,7 @@ impl Pump {
     async fn frame(&self, from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<()> {
         let mut frame = vec![0; HEADER_BYTES];
         from.read_exact(&mut frame).await?;
-        // See the layout at the head of `common/src/frame.rs`.
+        // See the layout at the head of `common/src/frame/mod.rs`.
         let body_bytes = u32::from_le_bytes([frame[40], frame[41], frame[42], frame[43]]) as usize;
         frame.resize(HEADER_BYTES + body_bytes, 0);
         from.read_exact(&mut frame[HEADER_BYTES..]).await?;

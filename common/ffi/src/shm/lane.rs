@@ -10,6 +10,8 @@ use crate::futex::{self, Scope};
 
 const FREE: u32 = 0;
 const FULL: u32 = 1;
+const AWAKE: u32 = 0;
+const ASLEEP: u32 = 1;
 
 /// Why nothing was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,13 +44,13 @@ impl Sender {
         Self { mapping, shape, lane, head: 0, next_slot: 0 }
     }
 
-    /// Sends the concatenation of `parts`, and wakes the receiver if it sleeps.
+    /// Sends `head` and the concatenation of `parts` behind it, and wakes the receiver if it sleeps.
     ///
     /// # Errors
     /// [`PushError`]; nothing was sent.
-    pub fn push(&mut self, parts: &[&[u8]]) -> Result<(), PushError> {
+    pub fn push(&mut self, head: &[u8], parts: &[&[u8]]) -> Result<(), PushError> {
         let slots = self.shape.slots();
-        if parts.iter().map(|part| part.len()).sum::<usize>() > self.shape.slot_bytes() {
+        if head.len() + parts.iter().map(|part| part.len()).sum::<usize>() > self.shape.slot_bytes() {
             return Err(PushError::TooLarge);
         }
         let state = |slot| self.mapping.word(self.shape.state_at(self.lane, slot));
@@ -56,7 +58,7 @@ impl Sender {
         let slot =
             candidates.into_iter().find(|slot| state(*slot).load(Acquire) == FREE).ok_or(PushError::Full)?;
         let mut at = self.shape.slot_at(self.lane, slot);
-        for part in parts {
+        for part in std::iter::once(&head).chain(parts) {
             self.mapping.write(at, part);
             at += part.len();
         }
@@ -64,12 +66,13 @@ impl Sender {
         self.mapping.word(self.shape.queue_at(self.lane, self.head % slots)).store(slot, Relaxed);
         self.head = self.head.wrapping_add(1);
         self.next_slot = (slot + 1) % slots;
-        let head = self.mapping.word(self.shape.head_at(self.lane));
-        head.store(self.head, Release);
+        self.mapping.word(self.shape.head_at(self.lane)).store(self.head, Release);
         // Against a receiver that says it sleeps and then looks at the head: one of both sees the other.
         fence(SeqCst);
-        if self.mapping.word(self.shape.sleeping_at(self.lane)).load(Relaxed) != 0 {
-            futex::wake(head, Scope::Shared);
+        let sleeping = self.mapping.word(self.shape.sleeping_at(self.lane));
+        // Looked at first: to write there takes the line from the receiver. Whoever takes the word back wakes, once.
+        if sleeping.load(Relaxed) != AWAKE && sleeping.swap(AWAKE, SeqCst) != AWAKE {
+            futex::wake(sleeping, Scope::Shared);
         }
         Ok(())
     }
@@ -187,14 +190,25 @@ impl Watch {
         self.head() != self.lane.seen.load(Relaxed)
     }
 
-    /// The word to sleep on, and its value when the receiver last found nothing.
+    /// The word to sleep on, and its value while nobody has woken the receiver.
     pub fn word(&self) -> futex::Watched<'_> {
-        (self.lane.head(), self.lane.seen.load(Relaxed), Scope::Shared)
+        (self.sleeping(), ASLEEP, Scope::Shared)
     }
 
-    /// Says whether senders have to wake somebody. To be said before looking at [`moved`](Self::moved) for the last time.
+    /// Says whether senders have to wake somebody. To be said before looking at [`moved`](Self::moved) for the last time, and
+    /// once more before every further sleep: whoever wakes takes it back.
     pub fn set_sleeping(&self, sleeping: bool) {
-        let word = self.lane.mapping.word(self.lane.shape.sleeping_at(self.lane.index));
-        word.store(sleeping.into(), SeqCst);
+        self.sleeping().store(if sleeping { ASLEEP } else { AWAKE }, SeqCst);
+    }
+
+    /// Wakes the receiver for another reason than a frame.
+    pub fn wake(&self) {
+        // Whatever it was: a sender may have taken it back and died before it woke anybody.
+        self.set_sleeping(false);
+        futex::wake(self.sleeping(), Scope::Shared);
+    }
+
+    fn sleeping(&self) -> &AtomicU32 {
+        self.lane.mapping.word(self.lane.shape.sleeping_at(self.lane.index))
     }
 }

@@ -5,8 +5,9 @@
 //! per lane    head u32, sleeping u32 (64 B apart), state u32 per slot, queue u32 per slot      page-aligned
 //! per lane    the slots                                                                    each page-aligned
 //! ```
-//! A [`Sender`] copies into a slot that is free, marks it full, puts its number into the queue and advances the head: the
-//! word a receiver sleeps on. A [`Receiver`] takes numbers out of the queue in order and hands out [`Slot`]s: the bytes
+//! A [`Sender`] copies into a slot that is free, marks it full, puts its number into the queue and advances the head. A
+//! receiver that finds nothing says so in `sleeping`, looks once more and sleeps on that word; the next sender takes it back
+//! and wakes, and so does whoever else has something to say to it. A [`Receiver`] takes numbers out of the queue in order and hands out [`Slot`]s: the bytes
 //! where they lie. Dropping a slot marks it free, in any order. Neither side ever waits for the other.
 //!
 //! # Trust

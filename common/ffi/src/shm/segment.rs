@@ -11,7 +11,7 @@ use super::mapping::Mapping;
 use super::shape::{NONCE_AT, SLOT_BYTES_AT, SLOTS_AT, Shape};
 use crate::FfiError;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"AFDSHM1\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"AFDSHM2\0");
 
 /// Random bytes that prove that both sides see the same segment.
 pub type Nonce = [u8; 16];

@@ -38,17 +38,17 @@ fn what_is_sent_arrives_in_order_and_slots_are_given_back_in_any() {
     let ((mut out, _), (_, mut into)) = pair(&folder);
     assert!(into.pop().unwrap().is_none());
     for byte in 1..=3 {
-        out.push(&[&[byte; 10], &[byte; 4990]]).unwrap();
+        out.push(&[byte; 10], &[&[byte; 4980], &[byte; 10]]).unwrap();
     }
-    assert_eq!(out.push(&[b"x"]), Err(PushError::Full));
+    assert_eq!(out.push(b"x", &[]), Err(PushError::Full));
     let mut held: Vec<_> = std::iter::from_fn(|| into.pop().unwrap()).collect();
     assert_eq!(held.iter().map(|slot| slot[4999]).collect::<Vec<_>>(), [1, 2, 3]);
-    assert_eq!(out.push(&[b"x"]), Err(PushError::Full), "held slots are not free");
+    assert_eq!(out.push(b"x", &[]), Err(PushError::Full), "held slots are not free");
     drop(held.remove(1));
-    out.push(&[b"again"]).unwrap();
+    out.push(b"again", &[]).unwrap();
     assert_eq!(&into.pop().unwrap().unwrap()[..5], b"again");
     assert_eq!(held[1][0], 3, "what is held does not change");
-    assert_eq!(out.push(&[&[0; 5001]]), Err(PushError::TooLarge));
+    assert_eq!(out.push(&[0], &[&[0; 5000]]), Err(PushError::TooLarge));
     drop((out, into));
     assert_eq!(held[0][17], 1, "a slot outlives both ends");
 }
@@ -79,8 +79,8 @@ fn a_peer_that_lies_is_found_out() {
         (Box::new(|out: &mut Sender| out.forge_queue(1, 0)), "not given back"),
     ] {
         let ((mut out, _), (_, mut into)) = pair(&folder);
-        out.push(&[b"a"]).unwrap();
-        out.push(&[b"b"]).unwrap();
+        out.push(b"a", &[]).unwrap();
+        out.push(b"b", &[]).unwrap();
         lie(&mut out);
         let mut held = Vec::new();
         let error = loop {
@@ -102,7 +102,7 @@ fn a_sleeping_receiver_is_woken() {
     thread::scope(|scope| {
         scope.spawn(move || {
             for frame in 0..FRAMES {
-                while out.push(&[&frame.to_le_bytes()]) == Err(PushError::Full) {
+                while out.push(&frame.to_le_bytes(), &[]) == Err(PushError::Full) {
                     thread::yield_now();
                 }
             }

@@ -2,15 +2,16 @@
 //!
 //! The dialed side allocates a segment, the dialer opens it by name and shows the nonce it found there: so both know that
 //! they see the same memory, and the name is removed at once. A send copies the frame into a slot and advances a word; the
-//! receiving engine sleeps on that word itself ([`Doorbell`]) and reads the rows where they lie. The TCP connection
+//! receiving engine sleeps on a word beside it ([`Doorbell`]) and reads the rows where they lie. The TCP connection
 //! of the handshake stays open: when a process dies the kernel closes it, and that is how the other one learns of it.
 use std::io::Read;
 use std::net::Shutdown;
 use std::sync::{Arc, OnceLock};
 use std::thread::{Builder, JoinHandle};
 
-use afd_ffi::shm::{PushError, Receiver, Segment, Sender, Shape, Side, Slot, Watch};
+use afd_ffi::shm::{PushError, Receiver, Segment, Sender, Shape, Side, Slot};
 
+use super::doorbell::LaneWatch;
 use super::inbox::Inbox;
 use super::port::Port;
 use super::socket::{AttachError, Socket};
@@ -27,7 +28,7 @@ pub struct ShmLink {
     out: Sender,
     into: Receiver,
     /// Given up when the link ends: what a peer that is cut off writes then wakes nobody.
-    watch: Option<Arc<Watch>>,
+    watch: Option<LaneWatch>,
     socket: LinkStream,
     gone: Arc<OnceLock<LinkError>>,
     ringer: Option<ringer::Ringer>,
@@ -66,10 +67,10 @@ impl ShmLink {
         let stream = socket.stream.clone();
         let port = Port::new(limits, bell.clone());
         let gone = Arc::new(OnceLock::new());
-        let watch = Arc::new(into.watch());
-        let ringer = match bell.watch(&watch) {
-            true => None,
-            false => Some(ringer::Ringer::start(&into, bell.clone()).map_err(failed)?),
+        let watch = bell.watch(into.watch());
+        let ringer = match &watch {
+            Some(_) => None,
+            None => Some(ringer::Ringer::start(&into, bell.clone()).map_err(failed)?),
         };
         let (inbox, heard, listened) = (Arc::clone(&port.inbox), Arc::clone(&gone), stream.clone());
         let listening = Builder::new()
@@ -79,16 +80,11 @@ impl ShmLink {
                 bell.ring();
             })
             .map_err(failed)?;
-        let (watch, listening) = (Some(watch), Some(listening));
-        Ok(Self { port, out, into, watch, socket: stream, gone, ringer, listening })
+        Ok(Self { port, out, into, watch, socket: stream, gone, ringer, listening: Some(listening) })
     }
 
     fn push(&mut self, header: &FrameHeader, body: &[&[u8]]) -> Result<(), PushError> {
-        let encoded = header.encode(body_crc(body));
-        let mut parts: Vec<&[u8]> = Vec::with_capacity(1 + body.len());
-        parts.push(&encoded);
-        parts.extend_from_slice(body);
-        self.out.push(&parts)
+        self.out.push(&header.encode(body_crc(body)), body)
     }
 
     /// Brings everything that lies in the lane to the inbox.
@@ -158,14 +154,15 @@ impl HopLink for ShmLink {
         if let Some(gone) = self.gone.get() {
             return Err(gone.clone());
         }
-        let (peer, credits) = (&self.port.limits.peer, self.port.limits.credits);
-        let (peer, max) = (peer.clone(), self.port.limits.max_body_bytes);
-        self.push(&header, body).map_err(|error| match error {
-            PushError::Full => LinkError::NoCredit { peer, credits },
-            PushError::TooLarge => {
-                LinkError::BadFrame { peer, what: format!("more than {max} bytes of body") }
-            }
-        })?;
+        if let Err(error) = self.push(&header, body) {
+            let Limits { peer, credits, max_body_bytes, .. } = self.port.limits.clone();
+            return Err(match error {
+                PushError::Full => LinkError::NoCredit { peer, credits },
+                PushError::TooLarge => {
+                    LinkError::BadFrame { peer, what: format!("more than {max_body_bytes} bytes of body") }
+                }
+            });
+        }
         self.port.handle_sent(&header);
         Ok(())
     }

@@ -26,18 +26,20 @@ impl Ringer {
         let (watch, stop) = (Arc::new(into.watch()), Arc::new(AtomicBool::new(false)));
         let (watched, stopped) = (Arc::clone(&watch), Arc::clone(&stop));
         let run = move || {
-            watched.set_sleeping(true);
             let mut rung_at = watched.head();
             bell.ring();
             while !stopped.load(SeqCst) {
+                // Said before looking: whoever sends later sees it.
+                watched.set_sleeping(true);
                 let head = watched.head();
                 if head != rung_at {
                     rung_at = head;
                     bell.ring();
                 }
-                let (word, _, scope) = watched.word();
-                futex::wait(word, rung_at, scope, Some(NAP));
+                let (word, asleep, scope) = watched.word();
+                futex::wait(word, asleep, scope, Some(NAP));
             }
+            watched.set_sleeping(false);
         };
         let thread = Some(Builder::new().name("shm-ring".into()).spawn(run)?);
         Ok(Self { watch, stop, thread })
@@ -47,8 +49,7 @@ impl Ringer {
 impl Drop for Ringer {
     fn drop(&mut self) {
         self.stop.store(true, SeqCst);
-        let (word, _, scope) = self.watch.word();
-        futex::wake(word, scope);
+        self.watch.wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -80,7 +80,7 @@ struct RawLane {
 
 impl Wire for RawLane {
     fn write(&mut self, bytes: &[u8]) {
-        self.out.push(&[bytes]).unwrap();
+        self.out.push(bytes, &[]).unwrap();
     }
 
     /// A frame that is not announced does not exist; the connection ends instead.
@@ -99,12 +99,7 @@ fn pair_with_ringers(a: Limits, b: Limits) -> (contract::Side, contract::Side) {
     let bells = [Doorbell::default(), Doorbell::default()];
     let mut places = Vec::new();
     for bell in &bells {
-        loop {
-            places.push(Arc::new(into.watch()));
-            if !bell.watch(&places[places.len() - 1]) {
-                break;
-            }
-        }
+        places.extend(std::iter::from_fn(|| bell.watch(into.watch())));
     }
     let [bell_a, bell_b] = bells;
     let (a, b) = attach((shm(a), bell_a.clone()), (shm(b), bell_b.clone()));
@@ -169,7 +164,7 @@ fn a_ringer_stands_in_where_the_engine_cannot_watch_a_lane() {
     assert!(bell.wait(0, Some(deadline)), "rings once when it starts");
     for _ in 0..2 {
         let seen = bell.count();
-        out.push(&[b"x"]).unwrap();
+        out.push(b"x", &[]).unwrap();
         assert!(bell.wait(seen, Some(deadline)));
     }
     let stopping = std::time::Instant::now();

@@ -6,10 +6,16 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use afd_ffi::socket::wait_writable;
 use socket2::SockRef;
 
 use crate::frame::HEADER_BYTES;
 use crate::link::stream::LinkStream;
+
+/// Parts of a frame that go to the kernel in one call: header, rows, two side tensors, and more room than that.
+const SLICES: usize = 8;
+/// What a core copies at least.
+const COPY_BYTES_PER_NS: u64 = 4;
 
 /// The way out of one end.
 pub(super) struct Outbox {
@@ -60,16 +66,14 @@ impl Outbox {
         if stream.is_tls() {
             return self.write_sealed(&mut state, stream, header, body);
         }
-        let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(1 + body.len());
-        slices.push(IoSlice::new(header));
-        slices.extend(body.iter().map(|part| IoSlice::new(part)));
-        let mut rest = &mut slices[..];
+        let frame = Parts { head: header, body };
+        let mut sent = 0;
         if state.waiting.is_empty() && !state.writing {
-            write_at_once(stream.socket(), &mut rest)?;
+            sent = write_at_once(stream.socket(), &frame)?;
         }
-        if rest.iter().any(|slice| !slice.is_empty()) {
+        if sent < frame.len() {
             let mut buf = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.frame_bytes));
-            rest.iter().for_each(|slice| buf.extend_from_slice(slice));
+            frame.behind(sent).for_each(|part| buf.extend_from_slice(part));
             state.waiting.push_back(buf);
             self.changed.notify_all();
         }
@@ -88,11 +92,8 @@ impl Outbox {
         stream.seal(&[header], &mut buf)?;
         stream.seal(body, &mut buf)?;
         if state.waiting.is_empty() && !state.writing {
-            let slices: &mut [IoSlice<'_>] = &mut [IoSlice::new(&buf)];
-            let mut rest = slices;
-            write_at_once(stream.socket(), &mut rest)?;
-            let left = rest.iter().map(|slice| slice.len()).sum::<usize>();
-            buf.drain(..buf.len() - left);
+            let sent = write_at_once(stream.socket(), &Parts { head: &buf, body: &[] })?;
+            buf.drain(..sent);
         }
         if buf.is_empty() {
             state.spare.push(buf);
@@ -163,16 +164,59 @@ impl Outbox {
     }
 }
 
-/// Writes as much of `rest` as the socket takes, and advances it.
-fn write_at_once(stream: &TcpStream, rest: &mut &mut [IoSlice<'_>]) -> io::Result<()> {
-    let socket = SockRef::from(stream);
-    while rest.iter().any(|slice| !slice.is_empty()) {
-        match socket.send_vectored_with_flags(rest, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) {
-            Ok(written) => IoSlice::advance_slices(rest, written),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+/// What is written one behind the other.
+struct Parts<'a> {
+    head: &'a [u8],
+    body: &'a [&'a [u8]],
+}
+
+impl<'a> Parts<'a> {
+    fn len(&self) -> usize {
+        self.iter().map(<[u8]>::len).sum()
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &'a [u8]> {
+        std::iter::once(self.head).chain(self.body.iter().copied())
+    }
+
+    /// Without the first `sent` bytes, and without what is empty.
+    fn behind(&self, mut sent: usize) -> impl Iterator<Item = &'a [u8]> {
+        self.iter().filter_map(move |part| {
+            let skipped = sent.min(part.len());
+            sent -= skipped;
+            Some(&part[skipped..]).filter(|rest| !rest.is_empty())
+        })
+    }
+}
+
+/// Writes as much as the socket takes without anybody waiting for long. Returns how many bytes that were.
+fn write_at_once(stream: &TcpStream, parts: &Parts<'_>) -> io::Result<usize> {
+    let (socket, len) = (SockRef::from(stream), parts.len());
+    let mut sent = 0;
+    let mut patience = None;
+    while sent < len {
+        let mut slices = [IoSlice::new(&[]); SLICES];
+        let filled =
+            slices.iter_mut().zip(parts.behind(sent)).map(|(slice, part)| *slice = IoSlice::new(part));
+        let filled = filled.count();
+        match socket.send_vectored_with_flags(&slices[..filled], libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) {
+            Ok(written) => sent += written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let until = *patience.get_or_insert_with(|| Instant::now() + time_to_copy(len - sent));
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() || !wait_writable(stream, left)? {
+                    return Ok(sent);
+                }
+            }
             Err(error) => return Err(error),
         }
     }
-    Ok(())
+    Ok(sent)
+}
+
+/// A peer that reads makes room sooner than what is left would be copied for the writer thread; for one that does not, no
+/// more time than that is lost.
+fn time_to_copy(bytes: usize) -> Duration {
+    Duration::from_nanos(bytes as u64 / COPY_BYTES_PER_NS)
 }

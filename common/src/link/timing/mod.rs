@@ -12,7 +12,7 @@ use crate::frame::body_crc;
 
 mod ways;
 
-use ways::{OverLink, RawFutex, RawTcp, Way};
+use ways::{OverLink, RawFutex, RawTcp, Waiting, Way};
 
 /// Bytes of the buffer whose checksum is timed.
 const CHECKSUM_BYTES: usize = 4 << 20;
@@ -37,7 +37,7 @@ pub struct Settings {
 /// What was measured.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// The links asked for, and `raw futex` and `raw tcp`.
+    /// The links asked for, `raw futex`, and `raw tcp` by how it waits: `raw tcp, epoll` as an engine does.
     pub series: Vec<Series>,
     /// Rate of a frame's checksum, bytes/s.
     pub checksum_rate: f64,
@@ -97,7 +97,7 @@ pub enum TimingError {
     },
 }
 
-/// Measures. Blocks for about `time` for each way and size, two bare transports included.
+/// Measures. Blocks for about `time` for each way and size, three bare transports included.
 ///
 /// # Errors
 /// [`TimingError`].
@@ -117,7 +117,9 @@ pub fn measure(settings: &Settings) -> Result<Measured, TimingError> {
     for kind in &settings.kinds {
         ways.push(Box::new(OverLink::open(&pairs, *kind, max_rows, settings.columns, max_body_bytes)?));
     }
-    ways.push(Box::new(RawTcp::connect(max_body_bytes as usize)?));
+    for waiting in [Waiting::Engine, Waiting::Alone] {
+        ways.push(Box::new(RawTcp::connect(waiting, max_body_bytes as usize)?));
+    }
     let body = vec![1u8; max_body_bytes as usize];
     let mut series: Vec<Series> =
         ways.iter().map(|way| Series { name: way.name(), kind: way.kind(), sizes: Vec::new() }).collect();
@@ -190,7 +192,7 @@ mod tests {
         let measured = measure(&settings).unwrap();
         let found: Vec<_> = measured.series.iter().filter_map(|series| series.kind).collect();
         assert_eq!(found, kinds);
-        assert_eq!(measured.series.len(), kinds.len() + 2);
+        assert_eq!(measured.series.len(), kinds.len() + 3);
         for series in &measured.series {
             let sizes: Vec<_> = series.sizes.iter().map(|size| (size.rows, size.bytes)).collect();
             assert_eq!(sizes, [(1, 128), (8, 1024)], "{}", series.name);

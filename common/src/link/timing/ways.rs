@@ -1,13 +1,15 @@
 //! Ways for rows there and back: a link, a bare socket, a bare futex. Each has a thread at its far end that answers with as
 //! much as it got, and ends with its way.
-use std::io::{self, IoSlice, Read, Write};
+use std::hint::black_box;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use afd_ffi::futex::{self, Scope};
+use afd_ffi::socket::{Readiness, recv_now};
 
 use super::super::pairs::{End, PairError, Pairs};
 use super::super::{Limits, LinkKind};
@@ -114,59 +116,116 @@ impl Drop for OverLink {
     }
 }
 
+/// How a thread waits for a bare socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Waiting {
+    /// In the read: for this socket, and for nothing else in the world.
+    Alone,
+    /// Until any of several sockets can be read or somebody wakes it, as an engine with links has to; then it reads.
+    Engine,
+}
+
 /// The same bytes on a plain socket, read and written by the two threads that use them. The length comes first, in as many
 /// bytes as a frame's header has.
 pub(super) struct RawTcp {
-    near: TcpStream,
+    near: RawEnd,
+    waiting: Waiting,
     buffer: Vec<u8>,
     far: Option<JoinHandle<()>>,
 }
 
-impl RawTcp {
-    pub(super) fn connect(max_bytes: usize) -> Result<Self, PairError> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let near = TcpStream::connect(listener.local_addr()?)?;
-        let (mut far, _) = listener.accept()?;
-        for end in [&near, &far] {
-            end.set_nodelay(true)?;
-            end.set_read_timeout(Some(PATIENCE))?;
-        }
-        let buffer = vec![0; HEADER_BYTES + max_bytes];
-        let mut scratch = buffer.clone();
-        let answer = move || while echo(&mut far, &mut scratch).is_ok() {};
-        let far = Some(Builder::new().name("raw-tcp".into()).spawn(answer)?);
-        Ok(Self { near, buffer, far })
+struct RawEnd {
+    socket: TcpStream,
+    /// None where the read waits.
+    sockets: Option<Readiness>,
+}
+
+impl RawEnd {
+    fn new(socket: TcpStream, waiting: Waiting) -> io::Result<Self> {
+        socket.set_nodelay(true)?;
+        socket.set_read_timeout(Some(PATIENCE))?;
+        let sockets = match waiting {
+            Waiting::Alone => None,
+            Waiting::Engine => {
+                let sockets = Readiness::new()?;
+                sockets.add(&socket)?;
+                Some(sockets)
+            }
+        };
+        Ok(Self { socket, sockets })
     }
 
-    fn exchange(&mut self, body: &[u8]) -> io::Result<()> {
-        let message = &mut self.buffer[..HEADER_BYTES + body.len()];
-        message[..8].copy_from_slice(&(body.len() as u64).to_le_bytes());
-        // One call where the socket takes it all, the rows from where they lie: as a link does.
-        let head = &message[..HEADER_BYTES];
-        let written = self.near.write_vectored(&[IoSlice::new(head), IoSlice::new(body)])?;
-        self.near.write_all(&head[written.min(HEADER_BYTES)..])?;
-        self.near.write_all(&body[written.saturating_sub(HEADER_BYTES)..])?;
-        self.near.read_exact(message)
+    /// As much as there is, and at least something.
+    fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Some(sockets) = &self.sockets else { return (&self.socket).read(buffer) };
+        loop {
+            match recv_now(&self.socket, &mut [IoSliceMut::new(buffer)]) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if !sockets.wait(Some(PATIENCE)) {
+                        return Err(io::ErrorKind::TimedOut.into());
+                    }
+                }
+                read => return read,
+            }
+        }
+    }
+
+    /// A whole message. Returns its bytes with the length before them.
+    fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let (mut filled, mut wanted) = (0, HEADER_BYTES);
+        while filled < wanted {
+            match self.read(&mut buffer[filled..])? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                read => filled += read,
+            }
+            if let (Some(len), true) = (buffer.first_chunk::<8>(), filled >= HEADER_BYTES) {
+                wanted = HEADER_BYTES + u64::from_le_bytes(*len) as usize;
+            }
+        }
+        Ok(wanted)
     }
 }
 
-fn echo(far: &mut TcpStream, buffer: &mut [u8]) -> io::Result<()> {
-    let (mut filled, mut wanted) = (0, HEADER_BYTES);
-    while filled < wanted {
-        match far.read(&mut buffer[filled..])? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            read => filled += read,
-        }
-        if let (Some(len), true) = (buffer.first_chunk::<8>(), filled >= HEADER_BYTES) {
-            wanted = HEADER_BYTES + u64::from_le_bytes(*len) as usize;
+impl RawTcp {
+    pub(super) fn connect(waiting: Waiting, max_bytes: usize) -> Result<Self, PairError> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let near = RawEnd::new(TcpStream::connect(listener.local_addr()?)?, waiting)?;
+        let far = RawEnd::new(listener.accept()?.0, waiting)?;
+        let buffer = vec![0; HEADER_BYTES + max_bytes];
+        let mut scratch = buffer.clone();
+        let answer = move || {
+            // Until the near end is gone.
+            while let Ok(len) = far.receive(&mut scratch) {
+                if (&far.socket).write_all(&scratch[..len]).is_err() {
+                    return;
+                }
+            }
+        };
+        let far = Some(Builder::new().name("raw-tcp".into()).spawn(answer)?);
+        Ok(Self { near, waiting, buffer, far })
+    }
+
+    fn exchange(&mut self, body: &[u8]) -> io::Result<()> {
+        let head = &mut self.buffer[..HEADER_BYTES];
+        head[..8].copy_from_slice(&(body.len() as u64).to_le_bytes());
+        // One call where the socket takes it all, the rows from where they lie: as a link does.
+        let mut socket = &self.near.socket;
+        let written = socket.write_vectored(&[IoSlice::new(head), IoSlice::new(body)])?;
+        socket.write_all(&head[written.min(HEADER_BYTES)..])?;
+        socket.write_all(&body[written.saturating_sub(HEADER_BYTES)..])?;
+        match self.near.receive(&mut self.buffer)? {
+            len if len == HEADER_BYTES + body.len() => Ok(()),
+            len => Err(io::Error::other(format!("{len} bytes came back"))),
         }
     }
-    far.write_all(&buffer[..wanted])
 }
 
 impl Way for RawTcp {
     fn name(&self) -> String {
-        "raw tcp".into()
+        match self.waiting {
+            Waiting::Alone => "raw tcp".into(),
+            Waiting::Engine => "raw tcp, epoll".into(),
+        }
     }
 
     fn round_trip(&mut self, _: u32, body: &[u8]) -> Result<(), TimingError> {
@@ -176,65 +235,103 @@ impl Way for RawTcp {
 
 impl Drop for RawTcp {
     fn drop(&mut self) {
-        let _ = self.near.shutdown(Shutdown::Both);
+        let _ = self.near.socket.shutdown(Shutdown::Both);
         if let Some(far) = self.far.take() {
             let _ = far.join();
         }
     }
 }
 
-/// Two threads that wake each other, and copy the rows once a way.
+/// Two threads that wake each other and hand the rows over in memory that both see: whoever sends copies them there, and
+/// whoever receives reads each of them once. Nothing is checked, and nobody but the two can be waited for.
 pub(super) struct RawFutex {
-    words: Arc<Words>,
+    shared: Arc<Shared>,
     turn: u32,
-    scratch: Vec<u8>,
     far: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Words {
-    there: AtomicU32,
-    back: AtomicU32,
-    bytes: AtomicUsize,
+struct Shared {
+    there: Lane,
+    back: Lane,
+}
+
+/// One direction.
+#[derive(Default)]
+struct Lane {
+    turn: AtomicU32,
+    /// Nobody ever waits for it: whose turn it is not sleeps.
+    rows: Mutex<Rows>,
+}
+
+#[derive(Default)]
+struct Rows {
+    bytes: Vec<u8>,
+    len: usize,
 }
 
 /// Told to the far end in place of a turn.
 const STOP: u32 = u32::MAX;
 
+impl Lane {
+    fn new(max_bytes: usize) -> Self {
+        Self { turn: AtomicU32::new(0), rows: Mutex::new(Rows { bytes: vec![0; max_bytes], len: 0 }) }
+    }
+
+    fn send(&self, turn: u32, body: &[u8]) {
+        let mut rows = self.lock();
+        rows.bytes[..body.len()].copy_from_slice(body);
+        rows.len = body.len();
+        drop(rows);
+        self.set(turn);
+    }
+
+    /// Sleeps until it is this turn, and reads what came: its length and a sum. `None` when it says stop.
+    fn receive(&self, turn: u32) -> Option<(usize, u64)> {
+        loop {
+            let seen = self.turn.load(SeqCst);
+            if seen == turn {
+                break;
+            }
+            if seen == STOP {
+                return None;
+            }
+            futex::wait(&self.turn, seen, Scope::Shared, Some(PATIENCE));
+        }
+        let rows = self.lock();
+        Some((rows.len, sum(&rows.bytes[..rows.len])))
+    }
+
+    fn set(&self, turn: u32) {
+        self.turn.store(turn, SeqCst);
+        futex::wake(&self.turn, Scope::Shared);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Rows> {
+        self.rows.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// The cheapest way to look at every byte.
+fn sum(bytes: &[u8]) -> u64 {
+    let (words, rest) = bytes.as_chunks::<8>();
+    let of_words = words.iter().fold(0u64, |sum, word| sum.wrapping_add(u64::from_le_bytes(*word)));
+    rest.iter().fold(of_words, |sum, byte| sum.wrapping_add((*byte).into()))
+}
+
 impl RawFutex {
     pub(super) fn start(max_bytes: usize) -> Result<Self, PairError> {
-        let words = Arc::new(Words::default());
-        let (theirs, body) = (Arc::clone(&words), vec![1u8; max_bytes]);
-        let mut copy = body.clone();
+        let shared = Arc::new(Shared { there: Lane::new(max_bytes), back: Lane::new(max_bytes) });
+        let (theirs, body) = (Arc::clone(&shared), vec![1u8; max_bytes]);
         let answer = move || {
             for turn in 1..STOP {
-                if wait_for(&theirs.there, turn) == STOP {
-                    return;
-                }
-                let bytes = theirs.bytes.load(SeqCst);
-                copy[..bytes].copy_from_slice(&body[..bytes]);
-                set(&theirs.back, turn);
+                let Some((len, _)) = theirs.there.receive(turn).map(black_box) else { return };
+                theirs.back.send(turn, &body[..len]);
             }
         };
         let far = Some(Builder::new().name("raw-futex".into()).spawn(answer)?);
-        Ok(Self { words, turn: 0, scratch: vec![0; max_bytes], far })
+        Ok(Self { shared, turn: 0, far })
     }
-}
-
-/// Sleeps until the word has this value, or says stop.
-fn wait_for(word: &AtomicU32, value: u32) -> u32 {
-    loop {
-        let seen = word.load(SeqCst);
-        if seen == value || seen == STOP {
-            return seen;
-        }
-        futex::wait(word, seen, Scope::Shared, Some(PATIENCE));
-    }
-}
-
-fn set(word: &AtomicU32, value: u32) {
-    word.store(value, SeqCst);
-    futex::wake(word, Scope::Shared);
 }
 
 impl Way for RawFutex {
@@ -244,17 +341,17 @@ impl Way for RawFutex {
 
     fn round_trip(&mut self, _: u32, body: &[u8]) -> Result<(), TimingError> {
         self.turn += 1;
-        self.scratch[..body.len()].copy_from_slice(body);
-        self.words.bytes.store(body.len(), SeqCst);
-        set(&self.words.there, self.turn);
-        wait_for(&self.words.back, self.turn);
-        Ok(())
+        self.shared.there.send(self.turn, body);
+        match self.shared.back.receive(self.turn).map(black_box) {
+            Some((len, _)) if len == body.len() => Ok(()),
+            back => Err(broken(self, format!("{back:?} came back of {} bytes", body.len()))),
+        }
     }
 }
 
 impl Drop for RawFutex {
     fn drop(&mut self) {
-        set(&self.words.there, STOP);
+        self.shared.there.set(STOP);
         if let Some(far) = self.far.take() {
             let _ = far.join();
         }
