@@ -1,6 +1,7 @@
 """Running services for the benchmarks beside this file, what `attention-svc bench` says of them, and their counters."""
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -17,16 +18,19 @@ RUN_LIMIT_S = 900
 
 
 class Process:
-    """One service on a free port."""
+    """One service, on a free port unless it is told which."""
 
-    def __init__(self, options, name, args):
+    def __init__(self, options, name, args, env=None, listen="127.0.0.1:0"):
         folder = Path(options.folder)
         self.address_file = folder / f"{name}.address"
+        # One of the same name that has ended listened elsewhere.
+        self.address_file.unlink(missing_ok=True)
         self.log = open(folder / f"{name}.log", "w+")
         kind = "ffn-svc" if "-ffn" in name else "attention-svc"
-        command = [options.binaries / kind, "serve", "--listen", "127.0.0.1:0", "--log-level", "warn",
+        command = [options.binaries / kind, "serve", "--listen", listen, "--log-level", "warn",
                    "--address-file", self.address_file, *args]
-        self.process = subprocess.Popen([str(part) for part in command], stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen([str(part) for part in command], env={**os.environ, **(env or {})},
+                                        stdout=self.log, stderr=subprocess.STDOUT)
 
     def address(self):
         deadline = time.monotonic() + START_LIMIT_S
@@ -59,22 +63,32 @@ class Process:
         samples = (re.fullmatch(r"([^#\s]\S*(?: [^{}]*\})?) (\S+)", line) for line in lines)
         return {sample[1]: float(sample[2]) for sample in samples if sample}
 
+    def cpu_s(self):
+        """User and system time so far, threads that have ended included."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def end(self):
         self.process.terminate()
         self.process.wait(timeout=60)
+        self.log.close()
 
 
 class Pair:
-    """Attention ranks and the one FFN rank that they share."""
+    """Attention ranks and the one FFN rank that they share. `env` is added to the environment of all."""
 
-    def __init__(self, options, name, ranks=1, attention=(), ffn=()):
+    def __init__(self, options, name, ranks=1, attention=(), ffn=(), env=None):
         common = ["--model", options.model, "--dtype", options.dtype, "--threads", options.threads]
         self.options = options
-        self.ffn = Process(options, f"{name}-ffn", [*common, *ffn])
+        self.ffn = Process(options, f"{name}-ffn", [*common, *ffn], env)
         args = [*common, "--ffn", self.ffn.address(), *attention]
-        self.attention = [Process(options, f"{name}-attention-{rank}", [*args, "--rank", rank]) for rank in range(ranks)]
+        self.attention = [Process(options, f"{name}-attention-{rank}", [*args, "--rank", rank], env)
+                          for rank in range(ranks)]
         for process in self.attention:
             process.wait_ready()
+
+    def cpu_s(self):
+        return sum(process.cpu_s() for process in [*self.attention, self.ffn])
 
     def end(self):
         for process in [*self.attention, self.ffn]:

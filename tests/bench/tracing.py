@@ -13,24 +13,18 @@ else is at work. The processor time of the two processes, the exporters' threads
 swings less, and what tracing adds to it is the most that it can take from the rate. So a goal is met when
 the medians of both meet it. Ends with 1 where one is missed.
 """
-import argparse
 import http.server
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from service import MODELS, Load, Pair, parser, quartiles
+
 # Name, ratio (none: no exporter), most that it may cost.
 CASES = [("off", None, None), ("ratio 0", "0", 0.005), ("ratio 0.01", "0.01", 0.02)]
 ROUNDS_PER_START = 10
-START_LIMIT_S = 120
-RUN_LIMIT_S = 600
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
@@ -50,84 +44,33 @@ class Collector(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class Process:
-    def __init__(self, binary, args, env, folder, name):
-        self.address_file = Path(folder) / f"{name}.address"
-        # A pair that is started anew listens elsewhere.
-        self.address_file.unlink(missing_ok=True)
-        self.log = open(Path(folder) / f"{name}.log", "w+")
-        command = [binary, "serve", *args, "--address-file", self.address_file, "--log-level", "warn"]
-        self.process = subprocess.Popen([str(part) for part in command], env=env, stdout=self.log, stderr=subprocess.STDOUT)
-
-    def address(self):
-        deadline = time.monotonic() + START_LIMIT_S
-        while not (self.address_file.exists() and self.address_file.read_text().strip()):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.log.seek(0)
-                sys.exit(f"a service does not listen:\n{self.log.read()}")
-            time.sleep(0.05)
-        return self.address_file.read_text().strip()
-
-    def cpu_s(self):
-        """User and system time, threads that have ended included."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def end(self):
-        self.process.terminate()
-        self.process.wait(timeout=60)
+def start(options, name, ratio, collector):
+    env = {}
+    if ratio is not None:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    args = ["--trace-hops-ratio", ratio] if ratio else []
+    return Pair(options, name.replace(" ", "-"), attention=args, env=env)
 
 
-class Pair:
-    def __init__(self, options, folder, name, ratio, collector):
-        environment = dict(os.environ)
-        if ratio is not None:
-            environment |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
-        common = ["--model", options.model, "--listen", "127.0.0.1:0", "--dtype", "bfloat16", "--threads", options.threads]
-        name = name.replace(" ", "-")
-        self.ffn = Process(options.binaries / "ffn-svc", common, environment, folder, f"{name}-ffn")
-        args = common + ["--ffn", self.ffn.address()] + (["--trace-hops-ratio", ratio] if ratio else [])
-        self.attention = Process(options.binaries / "attention-svc", args, environment, folder, f"{name}-attention")
-        self.url = f"http://{self.attention.address()}"
-
-    def figures(self, options, folder):
-        """Tokens a second, and microseconds of processor time a token."""
-        before = self.cpu_s()
-        level = self.run(options, folder)
-        rate = level["output_tokens_per_s"]
-        return rate, (self.cpu_s() - before) * 1e6 / (rate * level["elapsed_s"])
-
-    def cpu_s(self):
-        return self.attention.cpu_s() + self.ffn.cpu_s()
-
-    def run(self, options, folder):
-        report = Path(folder) / "report.json"
-        command = [options.binaries / "attention-svc", "bench", "--url", self.url, "--concurrency", options.batch,
-                   "--requests-per-level", options.batch, "--input-len", 16, "--output-len", options.output_len, "--json", report]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=RUN_LIMIT_S)
-        if done.returncode != 0:
-            sys.exit(f"bench: {done.stdout}\n{done.stderr}")
-        level = json.loads(report.read_text())["servers"][0]["levels"][0]
-        if level["failed"]:
-            sys.exit(f"bench: {level['first_failure']}")
-        return level
-
-    def end(self):
-        self.attention.end()
-        self.ffn.end()
+def figures(options, pair):
+    """Tokens a second, and microseconds of processor time a token."""
+    before = pair.cpu_s()
+    level = Load(options, pair.attention[0], options.batch, options.batch, 16, options.output_len).level()
+    rate = level["output_tokens_per_s"]
+    return rate, (pair.cpu_s() - before) * 1e6 / (rate * level["elapsed_s"])
 
 
-def measure(options, folder):
+def measure(options):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     collector = f"http://127.0.0.1:{server.server_port}"
     rounds = {name: [] for name, _, _ in CASES}
     while len(rounds["off"]) < options.rounds:
-        pairs = {name: Pair(options, folder, name, ratio, collector) for name, ratio, _ in CASES}
+        pairs = {name: start(options, name, ratio, collector) for name, ratio, _ in CASES}
         for turn in range(min(ROUNDS_PER_START, options.rounds - len(rounds["off"])) + 1):
             # Whoever comes first in a round comes last in the next: no pair has the better place.
             for name in list(pairs)[:: 1 if turn % 2 else -1]:
-                rate, cpu_us = pairs[name].figures(options, folder)
+                rate, cpu_us = figures(options, pairs[name])
                 # The first round warms up.
                 if turn > 0:
                     rounds[name].append((rate, cpu_us))
@@ -138,12 +81,12 @@ def measure(options, folder):
 
 
 def spread(costs):
-    low, median, high = (100 * cost for cost in statistics.quantiles(costs, n=4))
+    low, median, high = (100 * cost for cost in quartiles(costs))
     return median, f"{median:>6.2f} % ({low:.2f} to {high:.2f})"
 
 
 def table(options, rounds):
-    print(f"{options.model}, one attention and one FFN rank, bfloat16, {options.threads} threads each, {options.batch} in "
+    print(f"{options.model}, one attention and one FFN rank, {options.dtype}, {options.threads} threads each, {options.batch} in "
           f"flight, answers of {options.output_len} tokens, {options.rounds} rounds; {Collector.requests} exports taken")
     print(f"{'tracing':<11} {'tokens/s':>9} {'costs (quartiles)':>26} {'us/token':>9} {'costs (quartiles)':>26} {'goal':>8}")
     met = True
@@ -163,17 +106,12 @@ def table(options, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ROOT / ".deps/models/smollm2-135m"))
-    parser.add_argument("--binaries", type=Path, default=ROOT / "target/release")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--output-len", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = measure(options, folder)
+    args = parser(__doc__, model=str(MODELS / "smollm2-135m"), rounds=60)
+    args.add_argument("--batch", type=int, default=8)
+    args.add_argument("--output-len", type=int, default=96)
+    options = args.parse_args()
+    with tempfile.TemporaryDirectory() as options.folder:
+        rounds = measure(options)
     if options.json:
         options.json.write_text(json.dumps(rounds, indent=1) + "\n")
     sys.exit(0 if table(options, rounds) else 1)

@@ -87,6 +87,15 @@ async fn a_profile_shows_every_rank_layer_and_stage_of_the_steps_asked_for() -> 
     let steps: BTreeSet<u64> =
         names("step ").iter().filter_map(|event| event["args"]["step"].as_u64()).collect();
     ensure!(steps.len() == 10, "steps {steps:?}");
+    // How long it waited for the FFN, and how much of the FFN's time another stage's attention hid.
+    let mut hidden_us = 0;
+    for step in names("step ") {
+        let (waited, hidden) = (&step["args"]["ffn_wait_us"], &step["args"]["ffn_hidden_us"]);
+        let lasted = step["dur"].as_f64().context("dur")?;
+        ensure!(waited.as_f64().is_some_and(|waited| waited > 0.0 && waited <= lasted), "{step}");
+        hidden_us += hidden.as_u64().with_context(|| step.to_string())?;
+    }
+    ensure!(hidden_us > 0, "two stages, and nothing was hidden");
     let processes: BTreeSet<&str> =
         names("process_name").iter().filter_map(|event| event["args"]["name"].as_str()).collect();
     ensure!(processes.len() == 3, "A0, F0 and F1: {processes:?}");

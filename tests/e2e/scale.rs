@@ -13,6 +13,8 @@ use crate::start::attention;
 use crate::story::{self, MODEL};
 
 const LIMIT: Duration = Duration::from_secs(30);
+/// Between two tokens while ranks come and go as they are told to.
+const LONGEST_STALL: Duration = Duration::from_secs(1);
 
 /// Asks one question after the other until it is told to stop. Returns how many were answered, each with the reference's
 /// own tokens, and the longest pause between two tokens.
@@ -68,6 +70,7 @@ async fn a_replica_joins_and_the_first_rank_leaves_under_load_without_an_error()
     let _running = scaled?;
     println!("{num_answers} answers while ranks came and went, longest pause {} ms", pause.as_millis());
     ensure!(num_answers >= 3, "{num_answers} answers are no load");
+    ensure!(pause <= LONGEST_STALL, "somebody waited {pause:?} for a token");
     Ok(())
 }
 

@@ -2,13 +2,14 @@
 //!
 //! FFN ranks time a hop only once they know the plan that asks for it, and the first plan may come behind its step's first
 //! hops. So the first step is not recorded: it gives the plan of the second time to be there.
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use afd_common::ids::StepId;
 use tokio::sync::oneshot;
 
 use super::HopRecord;
 use super::ffn_port::StepOutline;
+use super::forward::ForwardTimes;
 use super::trace::AttendRecord;
 use crate::scheduler::Phase;
 
@@ -23,6 +24,10 @@ pub struct ProfiledStep {
     pub rows: usize,
     /// Stages.
     pub stages: usize,
+    /// Time that the engine's thread waited for the FFN with nothing else to do: the bubble.
+    pub ffn_wait: Duration,
+    /// Time that hops were under way while attention computed something else; two at once count twice.
+    pub ffn_hidden: Duration,
     /// When it began to be scheduled.
     pub begun: Instant,
     /// When its tokens had been told.
@@ -37,6 +42,7 @@ pub struct ProfiledStep {
 
 /// What was noted of a step, and by whom.
 pub(super) struct StepTimes<'a> {
+    pub(super) forward: ForwardTimes,
     pub(super) on_device: bool,
     pub(super) attends: &'a [AttendRecord],
     pub(super) hops: &'a [HopRecord],
@@ -80,6 +86,8 @@ impl Profile {
             phase: outline.phase,
             rows: outline.stage_rows.iter().sum(),
             stages: outline.stage_rows.len(),
+            ffn_wait: times.forward.ffn_wait,
+            ffn_hidden: times.forward.ffn_hidden,
             begun,
             ended: Instant::now(),
             on_device: times.on_device,

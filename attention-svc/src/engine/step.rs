@@ -68,11 +68,14 @@ impl<A: AttentionPort> Engine<A> {
             self.recorder.end(&trace, &outline, start, &times, hops, lost.as_deref());
         }
         if let Some(profile) = self.profile.take() {
+            let forward = times;
             let times = match self.ffn.device_times() {
-                Some(times) => StepTimes { on_device: true, attends: &times.attends, hops: &times.hops },
+                Some(times) => {
+                    StepTimes { forward, on_device: true, attends: &times.attends, hops: &times.hops }
+                }
                 None => {
                     let (attends, hops) = (&self.recorder.attends, self.ffn.hop_records());
-                    StepTimes { on_device: false, attends, hops }
+                    StepTimes { forward, on_device: false, attends, hops }
                 }
             };
             self.profile = profile.handle_step(&outline, start, times);

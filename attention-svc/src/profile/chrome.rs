@@ -1,8 +1,9 @@
 //! Times of both sides as lanes of one timeline, in Chrome's trace format. Pure.
 //!
 //! A process is a rank. Of attention: one lane for what the engine's thread does, where there is a GPU one for what its
-//! stream does, by its own marks, and one for the hops of each stage to each shard. Of an FFN rank: a lane for each stage, where a hop waits, is computed and is sent back. The FFN's times are
-//! on its own clock: on several hosts they lie where these clocks put them.
+//! stream does, by its own marks, and one for the hops of each stage to each shard. A step tells how long the engine waited for
+//! the FFN and how much of the FFN's time was hidden. Of an FFN rank: a lane for each stage, where a hop waits, is computed and
+//! is sent back. The FFN's times are on its own clock: on several hosts they lie where these clocks put them.
 use std::time::Instant;
 
 use serde_json::{Value, json};
@@ -56,7 +57,10 @@ pub fn timeline(rank: u32, steps: &[ProfiledStep], reports: &[FfnReport], clock:
 
 fn add_step(events: &mut Vec<Value>, lanes: &mut Lanes, pid: u32, step: &ProfiledStep, clock: &Clock) {
     let (from, to) = (clock.at(step.begun), clock.at(step.ended));
-    let args = json!({"step": step.step.0, "rows": step.rows, "stages": step.stages, "phase": format!("{:?}", step.phase)});
+    let args = json!({
+        "step": step.step.0, "rows": step.rows, "stages": step.stages, "phase": format!("{:?}", step.phase),
+        "ffn_wait_us": step.ffn_wait.as_micros() as u64, "ffn_hidden_us": step.ffn_hidden.as_micros() as u64,
+    });
     events.push(slice((pid, ENGINE), format!("step {}", step.step.0), from, to, args));
     let worker = if step.on_device { DEVICE } else { ENGINE };
     if step.on_device {
@@ -177,6 +181,8 @@ mod tests {
             phase: Phase::Decode,
             rows: 3,
             stages: 2,
+            ffn_wait: Duration::from_micros(30),
+            ffn_hidden: Duration::from_micros(15),
             on_device: false,
             begun: ago(100),
             ended: ago(10),
@@ -205,6 +211,8 @@ mod tests {
             (event["ts"].as_f64().unwrap().round() as u64, event["dur"].as_f64().unwrap().round() as u64)
         };
         assert_eq!(times(find("step 7")[0]), (900, 90));
+        let args = &find("step 7")[0]["args"];
+        assert_eq!((&args["ffn_wait_us"], &args["ffn_hidden_us"]), (&json!(30), &json!(15)));
         assert_eq!(times(find("attention L2 s1")[0]), (910, 20));
         assert_eq!(times(find("wait L2 s1")[0]), (950, 30));
         assert_eq!(times(find("compute L2")[0]), (940, 30));

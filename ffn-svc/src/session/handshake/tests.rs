@@ -67,6 +67,18 @@ fn equals_join_and_everything_else_is_negotiated() {
 }
 
 #[test]
+fn roles_on_different_devices_agree_on_the_links_of_the_host() {
+    use v1::LinkKind::{CudaIpc, Inline, Nccl, Shm, Tcp};
+    let (on_gpu, on_cpu) = (vec![CudaIpc, Nccl, Shm, Tcp, Inline], vec![Shm, Tcp, Inline]);
+    for (callers, ours) in [(&on_gpu, &on_cpu), (&on_cpu, &on_gpu)] {
+        let link_kinds = callers.iter().map(|kind| (*kind).into()).collect();
+        let offer = Offer { link_kinds: ours.clone(), ..offer() };
+        let agreement = agree(&offer, &v1::JoinRequest { link_kinds, ..request() }).unwrap();
+        assert_eq!(agreement.link_kinds, on_cpu);
+    }
+}
+
+#[test]
 fn a_caller_that_knows_no_shard_count_yet_takes_ours() {
     assert!(agree(&offer(), &v1::JoinRequest { shard_count: 0, ..request() }).is_ok());
 }
