@@ -71,7 +71,10 @@ impl Source {
     /// What it shares with others, besides the prelude.
     fn shared(self) -> &'static str {
         match self {
-            Self::Moe | Self::MoeMany => include_str!("../kernels/choose.cuh"),
+            Self::Moe => {
+                concat!(include_str!("../kernels/choose.cuh"), include_str!("../kernels/moe_router.cuh"))
+            }
+            Self::MoeMany => include_str!("../kernels/choose.cuh"),
             Self::MoeProduct | Self::MidProduct => include_str!("../kernels/wgmma.cuh"),
             _ => "",
         }
