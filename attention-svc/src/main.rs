@@ -24,6 +24,7 @@ fn main() -> ExitCode {
     if let Err(error) = afd_ffi::process::reexec_with_passive_wait() {
         eprintln!("attention-svc: going on with busy waiting, which is slow: {error}");
     }
+    afd_ffi::process::keep_nccl_graphs_apart();
     let command = Cli::parse().command;
     if !matches!(command, Command::Serve(_)) {
         afd_ffi::process::let_end();

@@ -72,6 +72,7 @@ fn serve(options: ServeOptions) -> anyhow::Result<()> {
     let config = options.resolve()?;
     // Before anything is opened or started: the process begins anew.
     let passive = afd_ffi::process::reexec_with_passive_wait();
+    afd_ffi::process::keep_nccl_graphs_apart();
     logs::init(&config.log)?;
     if let Err(error) = passive {
         tracing::warn!(%error, "compute threads will spin while they wait");

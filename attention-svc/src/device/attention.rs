@@ -190,8 +190,8 @@ impl StageRows {
         kernels.rows.embed_norm(stream, &self.inputs.ids, table, &norm)
     }
 
-    /// Enqueues a layer's attention and the norm behind it; gives what goes to the FFN. `ffn_reads` is what the FFN will read
-    /// on this device.
+    /// Enqueues a layer's attention and the norm behind it; gives what goes to the FFN, unless it was written to `to`. `ffn_reads`
+    /// is what the FFN will read on this device.
     pub(super) fn attend(
         &self,
         kernels: &Kernels,
@@ -199,7 +199,7 @@ impl StageRows {
         model: &KernelModel,
         index: usize,
         padded: usize,
-        ffn_reads: Option<&Region>,
+        (ffn_reads, to): (Option<&Region>, Option<&Region>),
     ) -> Result<&Region, GpuError> {
         let products = self.products(padded)?;
         let shape = &model.shape;
@@ -273,7 +273,8 @@ impl StageRows {
             _ => return Err(GpuError::Unsupported { what: "mixed kinds of attention".into() }),
         }
         products.out.enqueue(stream, &self.attended, &layer.out, &self.delta)?;
-        kernels.rows.rms_norm(stream, Some(&self.delta), &self.norm(shape, &layer.post_norm, padded))?;
+        let norm = self.norm(shape, &layer.post_norm, padded);
+        kernels.rows.rms_norm(stream, Some(&self.delta), &NormRows { out: to.unwrap_or(&self.x), ..norm })?;
         Ok(&self.x)
     }
 

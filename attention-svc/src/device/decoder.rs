@@ -17,7 +17,7 @@
 //! committed; its slots of the cache are written again when it is repeated. Graphs hold a lost link's memory: they are
 //! dropped and captured anew for the links that come.
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_common::ids::{LayerIdx, StageIdx, StepId};
 use afd_gpu::{Device, GpuError, Graph, Stream};
@@ -134,7 +134,7 @@ impl Decoder {
         self.graphs.clear();
         self.generation = None;
         let generation = ffn.generation();
-        let keys = self.keys(ffn.max_rows());
+        let keys = self.keys(ffn.max_rows(), ffn.max_stages());
         let rows: Vec<usize> = keys.iter().flatten().copied().collect();
         ffn.prepare(&rows)?;
         self.warm_attention(stream, &keys).map_err(FfnLoss::from)?;
@@ -154,9 +154,9 @@ impl Decoder {
     }
 
     /// Every stage vector that is captured: all sizes with one stage, and equal sizes with more.
-    fn keys(&self, max_rows: usize) -> Vec<Vec<usize>> {
+    fn keys(&self, max_rows: usize, max_stages: usize) -> Vec<Vec<usize>> {
         let sizes = self.settings.sizes.as_slice().iter().copied().filter(|size| *size <= max_rows);
-        let stages = 1..=self.settings.max_stages.max(1);
+        let stages = 1..=self.settings.max_stages.min(max_stages).max(1);
         stages.flat_map(|count| sizes.clone().map(move |size| vec![size; count])).collect()
     }
 
@@ -190,8 +190,8 @@ impl Decoder {
         if fits { Ok(vec![padded; stages.len()]) } else { Err(EagerReason::Shape) }
     }
 
-    /// Runs a step for which there is a [`key`](Self::key); without a graph when its times are wanted (`profile`). The outputs are good until the next one. `meanwhile` is called once
-    /// the device is busy.
+    /// Runs a step for which there is a [`key`](Self::key); without a graph when its times are wanted (`profile`). The outputs are
+    /// good until the next one; beside them how long the device had it. `meanwhile` is called once the device is busy.
     ///
     /// # Errors
     /// [`FfnLoss`]: nothing of the step may be used.
@@ -202,7 +202,7 @@ impl Decoder {
         (step, profile): (StepId, bool),
         (key, stages): (&[usize], &[DecodeStage<'_>]),
         meanwhile: &mut dyn FnMut(),
-    ) -> Result<Vec<StageOutput>, FfnLoss> {
+    ) -> Result<(Vec<StageOutput>, Duration), FfnLoss> {
         let upload = |(own, (stage, &padded)): (&mut Stage, (&DecodeStage<'_>, &usize))| {
             own.rows.inputs.upload(stream, *stage, padded)
         };
@@ -213,7 +213,8 @@ impl Decoder {
             false if self.graphs.contains_key(key) => StepRun::Replay,
             false => StepRun::Eager,
         };
-        let chosen = self.run(stream, ffn, step, (key, run), meanwhile).map_err(FfnLoss::from)?;
+        let (chosen, on_device) =
+            self.run(stream, ffn, step, (key, run), meanwhile).map_err(FfnLoss::from)?;
         let outputs = self.stages.iter().zip(stages).zip(chosen);
         let output = |((own, stage), mut chosen): ((&Stage, &DecodeStage<'_>), Vec<DeviceChoice>)| {
             let rows = stage.batch.input_ids.len();
@@ -222,10 +223,10 @@ impl Decoder {
             chosen.truncate(rows);
             Ok(StageOutput { x, chosen: Some(chosen) })
         };
-        outputs.map(output).collect()
+        Ok((outputs.map(output).collect::<Result<_, FfnLoss>>()?, on_device))
     }
 
-    /// One step, to its end. Returns the chosen token of every padded row.
+    /// One step, to its end. Returns the chosen token of every padded row, and the time from the launch to the end.
     fn run(
         &mut self,
         stream: &Stream,
@@ -233,7 +234,7 @@ impl Decoder {
         step: StepId,
         (key, run): (&[usize], StepRun),
         meanwhile: &mut dyn FnMut(),
-    ) -> Result<Vec<Vec<DeviceChoice>>, Failure> {
+    ) -> Result<(Vec<Vec<DeviceChoice>>, Duration), Failure> {
         if matches!(run, StepRun::Warmup | StepRun::Capture) {
             for (stage, &padded) in self.stages.iter_mut().zip(key) {
                 stage.rows.inputs.upload_padding(stream, padded)?;
@@ -265,14 +266,16 @@ impl Decoder {
             self.stages[index].rows.fetch(stream, padded)?;
         }
         let end = stream.mark(false)?;
+        let launched = Instant::now();
         meanwhile();
         ffn.watch(&end, STEP_DEADLINE)?;
+        let on_device = launched.elapsed();
         let mut chosen = Vec::with_capacity(key.len());
         for (index, &padded) in stages() {
             chosen.push(self.stages[index].rows.chosen(padded, STEP_DEADLINE)?);
         }
         ffn.check()?;
-        Ok(chosen)
+        Ok((chosen, on_device))
     }
 
     /// Enqueues a whole step.
@@ -283,6 +286,9 @@ impl Decoder {
             stage: StageIdx(stage as u8),
             padded_rows,
         };
+        let rows_of: Vec<_> =
+            stages.iter().zip(key).map(|(stage, &padded)| (padded, &stage.rows.inputs.num_rows)).collect();
+        ffn.begin(stream, &rows_of)?;
         for (stage, &padded) in stages.iter().zip(key) {
             stage.rows.begin(kernels, stream, model, padded)?;
         }
@@ -292,10 +298,12 @@ impl Decoder {
                     let summand = ffn.combine(stream, hop(layer - 1, index, padded))?;
                     stage.rows.land(kernels, stream, model, layer - 1, padded, &summand)?;
                 }
-                let reads = ffn.weights_here(LayerIdx(layer as u16));
-                let rows = stage.rows.attend(kernels, stream, model, layer, padded, reads)?;
-                let rows = HopRows { rows, num_rows: &stage.rows.inputs.num_rows };
-                ffn.dispatch(stream, hop(layer, index, padded), &rows)?;
+                let hop = hop(layer, index, padded);
+                let (reads, direct) = (ffn.weights_here(hop.layer), ffn.direct(hop));
+                let to = direct.as_ref();
+                let rows = stage.rows.attend(kernels, stream, model, layer, padded, (reads, to))?;
+                let rows = HopRows { rows: to.unwrap_or(rows), num_rows: &stage.rows.inputs.num_rows };
+                ffn.dispatch(stream, hop, &rows)?;
             }
         }
         let Some(last) = model.layers.len().checked_sub(1) else { return Ok(()) };

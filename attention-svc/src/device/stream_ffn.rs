@@ -22,6 +22,11 @@ pub trait StreamFfn {
     /// Most padded rows of a stage.
     fn max_rows(&self) -> usize;
 
+    /// Most stages of a step.
+    fn max_stages(&self) -> usize {
+        usize::MAX
+    }
+
     /// Makes everything that stages of these padded rows need, so that nothing is compiled or allocated later.
     ///
     /// # Errors
@@ -33,6 +38,21 @@ pub trait StreamFfn {
     /// # Errors
     /// [`FfnLoss`]; the step cannot run.
     fn announce(&mut self, step: StepId, padded_rows: &[usize], run: StepRun) -> Result<(), FfnLoss>;
+
+    /// Enqueues what is to be said once of a step's hops, before the first of them: of every stage its padded rows, and how
+    /// many are real.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]; the step cannot run.
+    fn begin(&mut self, _stream: &Stream, _stages: &[(usize, &Region)]) -> Result<(), FfnLoss> {
+        Ok(())
+    }
+
+    /// Where a hop's rows can be written at once, for [`dispatch`](Self::dispatch) to find them there; `None` where they are to
+    /// be kept here.
+    fn direct(&self, _hop: StreamHop) -> Option<Region> {
+        None
+    }
 
     /// Enqueues: the rows of a hop go to the FFN.
     ///

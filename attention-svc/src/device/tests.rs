@@ -98,7 +98,7 @@ fn agree(config: &str) {
             let wanted = eager(&model, &mut by_torch, &batch);
             let stages = [DecodeStage { batch: &batch, rules: &vec![DrawRule::Best; sequences] }];
             let key = decoder.key(&ffn, &stages).unwrap();
-            let found = decoder
+            let (found, _) = decoder
                 .decode(gpu.stream(), &mut ffn, (StepId(100), false), (&key, &stages), &mut || {})
                 .unwrap();
             close(&found[0].x, &wanted, &format!("step {step}, {sequences} sequences, kernels"));

@@ -1,6 +1,7 @@
 //! The seam between the engine and the attention half of the model: what a step needs of it, and nothing else, so that the
 //! loop around it can be tested with a model that is plain arithmetic.
 use std::any::Any;
+use std::time::Duration;
 
 use afd_common::ids::{LayerIdx, StepId};
 use afd_gpu::ops::DrawRule;
@@ -138,6 +139,8 @@ pub enum DecodeRun {
         outputs: Vec<StageOutput>,
         /// Whether it was one graph.
         replayed: bool,
+        /// From its launch to its end there.
+        on_device: Duration,
     },
 }
 
@@ -146,6 +149,8 @@ pub enum DecodeRun {
 pub enum EagerReason {
     /// Graphs are off (`--graph-mode none`).
     Off,
+    /// The kernels are not made for the model: a gate on attention, a query latent, a number of heads (the log says which).
+    Model,
     /// The way to the FFN cannot be driven by a stream.
     Link,
     /// Nothing is captured for the FFN ranks as they are.
@@ -162,13 +167,22 @@ pub enum EagerReason {
 
 impl EagerReason {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Off, Self::Link, Self::NotWarm, Self::Stages, Self::Rows, Self::Shape, Self::Profiled];
+    pub const ALL: [Self; 8] = [
+        Self::Off,
+        Self::Model,
+        Self::Link,
+        Self::NotWarm,
+        Self::Stages,
+        Self::Rows,
+        Self::Shape,
+        Self::Profiled,
+    ];
 
     /// For metrics.
     pub fn label(self) -> &'static str {
         match self {
             Self::Off => "off",
+            Self::Model => "model",
             Self::Link => "link",
             Self::NotWarm => "not_warm",
             Self::Stages => "stages",

@@ -147,21 +147,21 @@ impl AttentionPort for CachedAttention {
         stages: &[DecodeStage<'_>],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<DecodeRun, FfnLoss> {
-        let (Some(gpu), Some(decoder)) = (&self.gpu, &mut self.decoder) else {
-            return Ok(DecodeRun::Unknown);
-        };
+        let Some(gpu) = &self.gpu else { return Ok(DecodeRun::Unknown) };
+        let Some(decoder) = &mut self.decoder else { return Ok(DecodeRun::Eager(EagerReason::Model)) };
         let Some(ffn) = ffn.stream() else { return Ok(DecodeRun::Eager(EagerReason::Link)) };
         match decoder.key(ffn, stages) {
             Err(reason) => Ok(DecodeRun::Eager(reason)),
             Ok(key) => {
-                let outputs = decoder.decode(
+                let (outputs, on_device) = decoder.decode(
                     gpu.stream(),
                     ffn,
                     (plan.step, plan.profile),
                     (&key, stages),
                     meanwhile,
                 )?;
-                Ok(DecodeRun::Done { outputs, replayed: decoder.captures() && !plan.profile })
+                let replayed = decoder.captures() && !plan.profile;
+                Ok(DecodeRun::Done { outputs, replayed, on_device })
             }
         }
     }

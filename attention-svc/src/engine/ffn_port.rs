@@ -32,6 +32,11 @@ pub trait FfnPort: Send {
     /// [`FfnLoss::Bereft`] when a shard has no usable rank.
     fn begin_step(&mut self, plan: &StepOutline) -> Result<(), FfnLoss>;
 
+    /// Most stages of a step: 1 where rows cannot go out while others come back.
+    fn max_stages(&self) -> usize {
+        usize::MAX
+    }
+
     /// Sends the rows of a hop, `[num_rows, hidden]` in the compute dtype, and the side tensors the layer asks for.
     ///
     /// # Errors

@@ -63,6 +63,12 @@ pub struct EngineMetrics {
     pub steps: Counter,
     /// Steps given up because the FFN was lost or an error occurred.
     pub steps_failed: Counter,
+    /// Decode steps that a device ran from end to end.
+    pub decode_steps: Counter,
+    /// From their launch to their end there.
+    pub decode_device_us: Counter,
+    /// The rest of them: scheduling, the plan, the launch, choosing and committing, while the device has nothing to do.
+    pub decode_host_us: Counter,
     /// Decode steps that were one graph.
     pub graph_replays: Counter,
     /// Decode steps on a device that were not, by reason, in the order of [`EagerReason::ALL`].
@@ -110,6 +116,13 @@ impl EngineMetrics {
         if let Some(count) = num_stages.checked_sub(1).and_then(|at| self.stages.get(at)) {
             count.add(1);
         }
+    }
+
+    /// A decode step is over that a device ran for so long.
+    pub(super) fn note_decode(&self, whole: Duration, on_device: Duration) {
+        self.decode_steps.add(1);
+        self.decode_device_us.add_time(on_device);
+        self.decode_host_us.add_time(whole.saturating_sub(on_device));
     }
 
     pub(super) fn note_eager(&self, reason: EagerReason) {

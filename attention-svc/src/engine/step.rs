@@ -80,6 +80,9 @@ impl<A: AttentionPort> Engine<A> {
             };
             self.profile = profile.handle_step(&outline, start, times);
         }
+        if let Some(on_device) = times.on_device {
+            self.metrics.note_decode(start.elapsed(), on_device);
+        }
         self.metrics.step_us.add_time(start.elapsed());
         Ok(true)
     }
@@ -87,7 +90,7 @@ impl<A: AttentionPort> Engine<A> {
     /// Into how many stages the step is split, if its rules allow that.
     fn choose_stages(&mut self, step: &Step) -> ChosenStages {
         let (rules, rows) = (&self.config.stages, step.num_tokens());
-        let splittable = rules.splittable(step.phase(), step.items.len(), rows);
+        let splittable = rules.splittable(step.phase(), step.items.len(), rows).min(self.ffn.max_stages());
         match rules.pick {
             StagePick::Measured => {
                 let largest = step.items.iter().map(|item| item.tokens.len()).max().unwrap_or(0);
@@ -177,7 +180,8 @@ impl<A: AttentionPort> Engine<A> {
             match attention.decode(ffn, outline, &decoded, &mut || news.deliver()) {
                 Ok(DecodeRun::Unknown) => {}
                 Ok(DecodeRun::Eager(reason)) => self.metrics.note_eager(reason),
-                Ok(DecodeRun::Done { outputs, replayed }) => {
+                Ok(DecodeRun::Done { outputs, replayed, on_device }) => {
+                    times.on_device = Some(on_device);
                     match replayed {
                         true => self.metrics.graph_replays.add(1),
                         false if outline.profile => self.metrics.note_eager(EagerReason::Profiled),

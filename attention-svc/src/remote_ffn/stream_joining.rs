@@ -104,7 +104,9 @@ pub(super) async fn open(
     let channel: Box<dyn StepChannel> = match (landing, grant.cuda_ipc, grant.nccl) {
         (Some((landing, _)), Some(buffer), _) => {
             let offer = ipc_wire::from_wire(&buffer).map_err(|wrong| refused(wrong.to_string()))?;
-            Box::new(beside(move || DeviceChannel::connect(landing, &offer)).await?)
+            let mut channel = beside(move || DeviceChannel::connect(landing, &offer)).await?;
+            channel.set_open_early(true);
+            Box::new(channel)
         }
         (None, _, Some(ids)) => {
             let ids = [unique_id(&ids.to_attention)?, unique_id(&ids.to_ffn)?];

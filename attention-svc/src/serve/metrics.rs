@@ -59,6 +59,15 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
     show(Counter, "afd_graph_replays_total", "Decode steps that were one graph.", |m| {
         m.graph_replays.get() as f64
     })?;
+    let help = "Decode steps that a GPU ran from end to end.";
+    show(Counter, "afd_decode_steps_total", help, |m| m.decode_steps.get() as f64)?;
+    let decodes = Arc::clone(engine);
+    let help = "Time of these, from launch to end on the device, and the rest, which the device sits out.";
+    metrics.read_when_asked(Counter, "afd_decode_step_seconds_total", help, &["where"], move || {
+        let sample =
+            |place: &str, us: &Count| Sample { labels: vec![place.into()], value: us.get() as f64 / 1e6 };
+        vec![sample("device", &decodes.decode_device_us), sample("host", &decodes.decode_host_us)]
+    })?;
     let eager = Arc::clone(engine);
     let help = "Decode steps on a GPU that were not one graph, by why.";
     metrics.read_when_asked(Counter, "afd_graph_eager_steps_total", help, &["reason"], move || {

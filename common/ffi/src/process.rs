@@ -54,6 +54,17 @@ fn mask_end(how: libc::c_int) {
     }
 }
 
+/// Tells NCCL that a communicator's graphs and its other work are never on their way at the same time, as those of these
+/// services are not: it then guards nothing, which a graph's every call pays for. What is set already stays. Call this in `main`
+/// before any thread is started.
+pub fn keep_nccl_graphs_apart() {
+    const VARIABLE: &str = "NCCL_GRAPH_MIXING_SUPPORT";
+    if std::env::var_os(VARIABLE).is_none() {
+        // SAFETY: the caller has no other thread yet, so nobody reads the environment meanwhile.
+        unsafe { std::env::set_var(VARIABLE, "0") };
+    }
+}
+
 /// Threads that one tensor operation may use, for every thread that has not computed yet. Call before the engine starts.
 pub fn set_compute_threads(threads: usize) {
     tch::set_num_threads(i32::try_from(threads.max(1)).unwrap_or(i32::MAX));

@@ -23,7 +23,7 @@ struct Status {
 };
 #define TIMED_OUT 1
 #define FOREIGN 2
-#define AHEAD 3
+#define TOO_FAR 3
 #define ABORTED 4
 
 DEVICE void fail(Status* status, Status* host, u32 code, u32 slot, u64 seen, u64 expected) {
@@ -83,10 +83,20 @@ KERNEL void channel_flag(u8* slot, u32* sequences, const Status* status, u32 ide
     }
 }
 
-// Waits for all flags of a put. One warp. `open_early` lets the kernels behind take their places meanwhile.
+// Blocks of a wait beyond those that wait, `own` of them: they fetch what this device will read once the rows are there.
+// Not before the put ahead has ended: its rows would go out behind what was asked for.
+#define FETCH_MEANWHILE(own) \
+    if (blockIdx.x >= own) { \
+        wait_for_previous(); \
+        return FETCH_AHEAD(blockIdx.x - own, gridDim.x - own); \
+    }
+
+// Waits for all flags of a put. One warp, and blocks that fetch ahead. `open_early` lets the kernels behind take their places
+// meanwhile.
 KERNEL void channel_wait(const u8* slot, u32* sequences, Status* status, Status* host, u32 slot_index, u32 identity,
-                         u64 patience_ns, int open_early) {
+                         u64 patience_ns, int open_early, AHEAD) {
     if (open_early) let_next_start();
+    FETCH_MEANWHILE(1)
     if (threadIdx.x < BLOCKS) {
         const u32 sequence = sequences[threadIdx.x] + 1;
         const u64 expected = (u64)identity << 32 | sequence;
@@ -102,7 +112,7 @@ KERNEL void channel_wait(const u8* slot, u32* sequences, Status* status, Status*
                 break;
             }
             if ((int)((u32)seen - sequence) > 0) {
-                fail(status, host, AHEAD, slot_index, seen, expected);
+                fail(status, host, TOO_FAR, slot_index, seen, expected);
                 break;
             }
             if (polls % 64 == 63) {
@@ -159,11 +169,12 @@ KERNEL void channel_put_packets(const uint2* rows, u8* slot, u32* sequences, con
     if (threadIdx.x == 0) sequences[blockIdx.x] = sequence;
 }
 
-// Unpacks into the slot's dense rows. grid BLOCKS, the sender's block size or not.
+// Unpacks into the slot's dense rows. grid BLOCKS and blocks that fetch ahead, the sender's block size or not.
 KERNEL void channel_wait_packets(u8* slot, u32* sequences, Status* status, Status* host, u32 slot_index, u32 identity,
-                                 u64 patience_ns, int packets, u32 packets_at, int open_early) {
+                                 u64 patience_ns, int packets, u32 packets_at, int open_early, AHEAD) {
     __shared__ u32 sequence_shared;
     if (open_early) let_next_start();
+    FETCH_MEANWHILE(BLOCKS)
     if (threadIdx.x == 0) sequence_shared = sequences[blockIdx.x] + 1;
     __syncthreads();
     const u32 sequence = sequence_shared;
@@ -238,7 +249,7 @@ struct Header {
 DEVICE void check_header(const Header& seen, u32 expected, Status* status, Status* host, u32 slot_index, u32 identity) {
     const u64 seen_word = (u64)seen.identity << 32 | seen.sequence, expected_word = (u64)identity << 32 | expected;
     if (seen.identity != identity) fail(status, host, FOREIGN, slot_index, seen_word, expected_word);
-    else if (seen.sequence != expected) fail(status, host, AHEAD, slot_index, seen_word, expected_word);
+    else if (seen.sequence != expected) fail(status, host, TOO_FAR, slot_index, seen_word, expected_word);
 }
 
 // Puts a frame together: header, and behind it `units` times 16 bytes of rows (0 when they go by themselves). On its way it

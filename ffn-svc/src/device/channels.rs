@@ -18,7 +18,8 @@ pub(super) fn open(
         PeerEnd::CudaIpc(offer) => {
             let landing = Landing::new(device, limits, rand::random()).map_err(failed)?;
             let own = landing.offer().map_err(failed)?;
-            let channel = DeviceChannel::connect(landing, offer).map_err(failed)?;
+            let mut channel = DeviceChannel::connect(landing, offer).map_err(failed)?;
+            channel.set_open_early(true);
             grant(OwnEnd::CudaIpc(own));
             Ok(Box::new(channel))
         }

@@ -4,7 +4,7 @@ use std::thread;
 
 use afd_common::ids::{LayerIdx, Shard};
 use afd_ffi::cuda;
-use afd_gpu::ops::{Moe, MoeOutput, MoeShape, MoeWeights};
+use afd_gpu::ops::{Ahead, Moe, MoeOutput, MoeShape, MoeWeights};
 use afd_gpu::{Device, GpuError, Region, Stream};
 use tch::Tensor;
 
@@ -13,6 +13,9 @@ use crate::model::FfnModelError;
 
 /// Largest calls of the kernels' row classes.
 const CLASSES: [usize; 3] = [8, 16, DeviceFfn::MAX_ROWS];
+
+/// What is fetched of a layer while its rows are awaited: more of it would push itself out of the second-level cache.
+const FETCHED_BYTES: usize = 24 << 20;
 
 /// Enqueues layers; see the module's head.
 ///
@@ -30,6 +33,8 @@ pub struct DeviceFfn {
     layers: Vec<(MoeShape, MoeWeights)>,
     /// Of each layer what every row needs: the shared experts' gates and ups.
     sure: Vec<Region>,
+    /// Of each layer the first routed experts' gates and ups.
+    meanwhile: Vec<Region>,
     compiled: HashMap<(MoeShape, usize), Moe>,
     /// By class.
     prepared: [bool; CLASSES.len()],
@@ -63,7 +68,12 @@ impl DeviceFfn {
             weights.part(each * stack.num_here()..weights.len())
         };
         let sure = layers.iter().zip(stacks).map(|((_, weights), stack)| shared(&weights.gate_up, stack));
-        let sure = sure.collect::<Result<_, GpuError>>()?;
+        let sure: Vec<Region> = sure.collect::<Result<_, GpuError>>()?;
+        let first = |(shape, weights): &(MoeShape, MoeWeights)| {
+            let routed = weights.num_here * 2 * shape.intermediate * shape.hidden * 2;
+            weights.gate_up.part(0..routed.min(FETCHED_BYTES))
+        };
+        let meanwhile = layers.iter().map(first).collect::<Result<_, GpuError>>()?;
         let output = if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 };
         let hidden = stacks.first().map_or(0, |stack| stack.shape.hidden);
         Ok(Self {
@@ -72,6 +82,7 @@ impl DeviceFfn {
             hidden,
             layers,
             sure,
+            meanwhile,
             compiled: HashMap::new(),
             prepared: [false; CLASSES.len()],
         })
@@ -98,6 +109,15 @@ impl DeviceFfn {
     pub fn sure_to_be_read(&self, layer: LayerIdx) -> Option<&Region> {
         let (_, weights) = self.layers.get(usize::from(layer.0))?;
         self.sure.get(usize::from(layer.0)).filter(|_| weights.num_here > 0)
+    }
+
+    /// Part of what the layer will most likely read for so many rows, for a device that has nothing else to do until they come:
+    /// experts, once nearly all of them are chosen by someone. Shared ones are not worth it, the router's time is enough for them.
+    pub fn read_meanwhile(&self, layer: LayerIdx, rows: usize) -> Ahead<'_> {
+        let layer = usize::from(layer.0);
+        let is_busy =
+            self.layers.get(layer).is_some_and(|(shape, _)| rows * shape.top_k > 2 * shape.num_experts);
+        Ahead::of(self.meanwhile.get(layer).filter(|_| is_busy))
     }
 
     /// Compiles what calls of `padded_rows` need, if that was not done: about a second. Not inside a capture, nor while

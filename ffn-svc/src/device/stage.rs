@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use afd_common::ids::{Epoch, LayerIdx, StepId};
 use afd_ffi::cuda::{self, StreamGuard};
-use afd_gpu::channel::{Form, Frame, HopShape, StepChannel, StepError};
+use afd_gpu::channel::{Frame, GiveUp, HopShape, StepChannel, StepError};
 use afd_gpu::{Completion, Device, Graph, Region, Stream};
 use tch::Tensor;
 
@@ -54,6 +54,8 @@ struct Begun {
     link: StreamLinkId,
     step: StepId,
     stage_rows: Vec<u32>,
+    /// Whether it was one launch.
+    is_graph: bool,
     end: Completion,
     /// When its times are wanted.
     marks: Option<Marks>,
@@ -157,7 +159,14 @@ impl Bench {
         stage_rows: &[u32],
         mut marks: Option<&mut Marks>,
     ) -> Result<(), StepError> {
-        for layer in 0..self.model.about().specs().len() as u16 {
+        let num_layers = self.model.about().specs().len() as u16;
+        for (stage, &rows) in stage_rows.iter().enumerate() {
+            let frames =
+                (0..num_layers).map(|layer| link.shape.frames(link.epoch.0, layer, stage, rows as usize));
+            let (into, out): (Vec<_>, Vec<_>) = frames.unzip();
+            link.channel.begin(&self.stream, &out, &into, None)?;
+        }
+        for layer in 0..num_layers {
             for (stage, &rows) in stage_rows.iter().enumerate() {
                 let frames = link.shape.frames(link.epoch.0, layer, stage, rows as usize);
                 let marks = marks.as_deref_mut();
@@ -178,13 +187,13 @@ impl Bench {
         let (device, stream) = (&self.device, &self.stream);
         let mut marks = marks;
         let mut mark = || marks.as_deref_mut().map_or(Ok(()), |marks| marks.set(stream));
-        let landed = channel.wait(stream, dispatch)?;
-        mark()?;
         let kernels = self.model.kernels().ok().filter(|_| rows <= DeviceFfn::MAX_ROWS);
+        let ahead = kernels.as_ref().map(|kernels| kernels.read_meanwhile(layer, rows)).unwrap_or_default();
+        let landed = channel.wait_fetching(stream, dispatch, ahead)?;
+        mark()?;
         if let Some(kernels) = kernels {
             let num_rows = Some(&landed.num_rows);
-            let direct = channel.direct(combine.slot).filter(|_| combine.form == Form::Rows);
-            return match direct {
+            return match channel.direct(&combine) {
                 Some(direct) => {
                     kernels.enqueue(stream, layer, rows, &landed.rows, num_rows, &direct)?;
                     mark()?;
@@ -207,10 +216,12 @@ impl Bench {
         let region =
             |tensor: &Tensor| cuda::region(device, tensor).map_err(|error| failed(error.to_string()));
         region(&x)?.copy_from(stream, &landed.rows)?;
-        if let Some(direct) = channel.direct(combine.slot).filter(|_| combine.form == Form::Rows)
+        if let Some(direct) = channel.direct(&combine)
             && self.model.forward_to(layer, &x, &direct).map_err(|error| failed(error.to_string()))?
         {
-            return channel.put_written(stream, combine, None);
+            mark()?;
+            channel.put_written(stream, combine, None)?;
+            return Ok(mark()?);
         }
         let sum = self.model.forward(layer, &x, &Side::None).map_err(|error| failed(error.to_string()))?;
         let sum = sum.f_contiguous().map_err(torch)?;
@@ -235,7 +246,7 @@ impl StepRunner for DeviceStage {
         id: StreamLinkId,
         request: &OpenStream,
         grant: &mut dyn FnMut(OwnEnd),
-    ) -> Result<(), OpenStreamError> {
+    ) -> Result<Option<GiveUp>, OpenStreamError> {
         let needs_side = self.bench.model.about().specs().iter().any(|spec| spec.side_columns > 0);
         if needs_side {
             let what = "layers of this model take side tensors, which only host-driven links carry (--link)";
@@ -243,8 +254,9 @@ impl StepRunner for DeviceStage {
         }
         let (shape, epoch) = (self.hop_shape(), request.epoch);
         let channel = channels::open(&self.bench.device, &self.bench.stream, request, shape, grant)?;
+        let give_up = channel.give_up();
         self.links.push(Link { id, graphs: Graphs::default(), channel, epoch, shape });
-        Ok(())
+        Ok(give_up)
     }
 
     fn begin(&mut self, link: StreamLinkId, plan: &PlannedStep) -> Result<StepMode, String> {
@@ -259,6 +271,14 @@ impl StepRunner for DeviceStage {
             Some(_) => Choice::Eager("profiled"),
             None => link.graphs.choose(plan, fits),
         };
+        let is_graph = !matches!(choice, Choice::Eager(_));
+        if link.channel.keeps_graphs_apart()
+            && let Some(last) = begun.iter().rev().find(|last| last.link == link.id)
+            && last.is_graph != is_graph
+        {
+            // Rare: the peer's step was over and this one's about to be.
+            last.end.wait(DRAIN).map_err(|error| error.to_string())?;
+        }
         let mode = match choice {
             Choice::Replay(graph) => {
                 graph.launch().map_err(|error| error.to_string())?;
@@ -278,7 +298,7 @@ impl StepRunner for DeviceStage {
         };
         let end = bench.stream.mark(false).map_err(|error| error.to_string())?;
         let (link, step, stage_rows) = (link.id, plan.step, plan.stage_rows.clone());
-        begun.push_back(Begun { link, step, stage_rows, end, marks });
+        begun.push_back(Begun { link, step, stage_rows, is_graph, end, marks });
         Ok(mode)
     }
 

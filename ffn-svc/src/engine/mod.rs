@@ -30,6 +30,8 @@ pub mod stepped;
 mod steps;
 mod stream_links;
 #[cfg(test)]
+mod stream_tests;
+#[cfg(test)]
 mod tests;
 mod worker;
 
@@ -42,7 +44,7 @@ pub use stream_links::{
     StepRunner, StreamLinkId, StreamOwner,
 };
 
-use stream_links::StreamCommand;
+use stream_links::{GiveUps, StreamCommand};
 
 /// How an engine runs.
 #[derive(Clone, Debug)]
@@ -98,6 +100,7 @@ pub struct EngineHandle {
     ended: watch::Receiver<Option<EngineEnd>>,
     metrics: EngineMetrics,
     expert_counts: Option<Arc<ExpertCounts>>,
+    give_ups: GiveUps,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -111,8 +114,10 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
     let (bell, spec, metrics) = (Doorbell::default(), Arc::new(model.spec()), options.metrics.clone());
     let bell_here = bell.clone();
     let expert_counts = model.expert_counts();
+    let give_ups = GiveUps::default();
+    let give_ups_there = give_ups.clone();
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
-        let run = || run(model, options, inbox, bell_here);
+        let run = || run(model, options, (inbox, bell_here), give_ups_there);
         let outcome = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(())) => EngineEnd::Stopped,
             Ok(Err(what)) => EngineEnd::Died(what),
@@ -125,18 +130,18 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
         let _ = end.send(Some(outcome));
     })?;
     let thread = Mutex::new(Some(thread));
-    Ok(EngineHandle { commands, bell, spec, ended, metrics, expert_counts, thread })
+    Ok(EngineHandle { commands, bell, spec, ended, metrics, expert_counts, give_ups, thread })
 }
 
 fn run(
     mut model: impl StageModel,
     options: EngineOptions,
-    inbox: Receiver<Command>,
-    bell: Doorbell,
+    (inbox, bell): (Receiver<Command>, Doorbell),
+    give_ups: GiveUps,
 ) -> Result<(), String> {
     let _no_grad = tch::no_grad_guard();
     let _on_thread = model.enter_thread()?;
-    worker::Worker::new(model, options, inbox, bell).run();
+    worker::Worker::new(model, options, (inbox, bell), give_ups).run();
     Ok(())
 }
 
@@ -183,8 +188,10 @@ impl EngineHandle {
         self.tell(Command::Adopt { link, accounts, session, rank });
     }
 
-    /// Ends the links of a session; their queued hops are dropped.
+    /// Ends the links of a session; their queued hops are dropped. What waits for its peer on a device is given up at once: the
+    /// engine may be behind it.
     pub fn close_session(&self, session: SessionTag, reason: impl Into<String>) {
+        self.give_ups.call(session);
         self.tell(Command::CloseSession { session, reason: reason.into() });
     }
 

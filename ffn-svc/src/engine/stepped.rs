@@ -5,6 +5,7 @@ use std::sync::Arc;
 use afd_common::link::{Doorbell, HopLink};
 use crossbeam_channel::{Sender, unbounded};
 
+use super::stream_links::GiveUps;
 use super::worker::{Turn, Worker};
 use super::{Command, EngineOptions, SessionTag, StageModel, StepAccounts};
 
@@ -19,7 +20,11 @@ impl<M: StageModel> SteppedEngine<M> {
     /// With no links.
     pub fn new(model: M, options: EngineOptions) -> Self {
         let ((commands, inbox), bell) = (unbounded(), Doorbell::default());
-        Self { worker: Worker::new(model, options, inbox, bell.clone()), commands, bell }
+        Self {
+            worker: Worker::new(model, options, (inbox, bell.clone()), GiveUps::default()),
+            commands,
+            bell,
+        }
     }
 
     /// What every link of this engine must ring.

@@ -39,8 +39,9 @@ impl<M: StageModel> Worker<M> {
         };
         let (kind, epoch) = (request.peer.kind(), request.epoch);
         match opened {
-            Ok(()) => {
+            Ok(give_up) => {
                 tracing::info!(peer = owner.peer, %kind, epoch = epoch.0, "link up");
+                give_up.into_iter().for_each(|give_up| self.give_ups.add(owner.session, id, give_up));
                 self.metrics().links.with_label_values(&[&kind.to_string()]).inc();
                 let stats = self.metrics().book.handle_stream_up(kind, &owner.peer, epoch);
                 self.streams.push(StreamSource { id, kind, epoch, owner, stats, begun: VecDeque::new() });
@@ -54,6 +55,7 @@ impl<M: StageModel> Worker<M> {
 
     pub(super) fn drop_stream(&mut self, at: usize, why: &str) {
         let source = self.streams.swap_remove(at);
+        self.give_ups.remove(source.id);
         if let Some(steps) = self.model.steps() {
             steps.close(source.id);
         }

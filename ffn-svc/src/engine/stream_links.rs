@@ -2,12 +2,12 @@
 //! whole step is enqueued when its plan comes, and the engine looks now and then whether it is over. What enqueues is a
 //! [`StepRunner`]: the model on its device. Steps run in the order of their plans, all links' on one stream.
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use afd_common::ids::{Epoch, StepId};
 use afd_common::link::{LinkKind, LinkStats};
-use afd_gpu::channel::Offer;
+use afd_gpu::channel::{GiveUp, Offer};
 use tokio::sync::oneshot;
 
 use super::{SessionTag, StepAccounts};
@@ -163,7 +163,7 @@ pub struct HopMoments {
 /// - A link that failed ends every step that was begun on it; [`close`](Self::close) it.
 pub trait StepRunner {
     /// Opens this end of a link. May block for the request's deadline. `grant` is told what the peer needs before this
-    /// end waits for the peer.
+    /// end waits for the peer. Gives what breaks the link while the engine's thread waits for it, where there is such a thing.
     ///
     /// # Errors
     /// [`OpenStreamError`]; nothing is open then. `grant` may have been told already.
@@ -172,7 +172,7 @@ pub trait StepRunner {
         id: StreamLinkId,
         request: &OpenStream,
         grant: &mut dyn FnMut(OwnEnd),
-    ) -> Result<(), OpenStreamError>;
+    ) -> Result<Option<GiveUp>, OpenStreamError>;
 
     /// Enqueues a step.
     ///
@@ -188,6 +188,29 @@ pub trait StepRunner {
 
     /// Ends a link and its steps, of which nothing is heard any more.
     fn close(&mut self, link: StreamLinkId);
+}
+
+/// What breaks the links of sessions, for threads beside the engine's.
+#[derive(Clone, Default)]
+pub(super) struct GiveUps(Arc<Mutex<Vec<(SessionTag, StreamLinkId, GiveUp)>>>);
+
+impl GiveUps {
+    fn lock(&self) -> MutexGuard<'_, Vec<(SessionTag, StreamLinkId, GiveUp)>> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(super) fn add(&self, session: SessionTag, link: StreamLinkId, give_up: GiveUp) {
+        self.lock().push((session, link, give_up));
+    }
+
+    pub(super) fn remove(&self, link: StreamLinkId) {
+        self.lock().retain(|(_, known, _)| *known != link);
+    }
+
+    /// Breaks the links of a session that is over.
+    pub(super) fn call(&self, session: SessionTag) {
+        self.lock().iter().filter(|(known, ..)| *known == session).for_each(|(.., give_up)| give_up.call());
+    }
 }
 
 /// What other threads want of the engine.

@@ -117,9 +117,8 @@ impl FfnPort for RemoteFfn {
         {
             let plan = step_plan(outline);
             streams.announce(&plan, &self.stats, self.clock.now())?;
-            streams.begin_step(outline.stage_rows.len());
             self.recorder.begin_step(false);
-            return Ok(());
+            return streams.begin_step(&outline.stage_rows);
         }
         if let Some(shard) = self.edges.first_bereft() {
             return Err(self.unavailable(shard));
@@ -127,6 +126,10 @@ impl FfnPort for RemoteFfn {
         self.announced.begin(outline, self.edges.iter(), &self.stats);
         self.recorder.begin_step(outline.trace.is_some() || outline.profile);
         Ok(())
+    }
+
+    fn max_stages(&self) -> usize {
+        self.streams.as_ref().filter(|_| self.by_stream()).map_or(usize::MAX, Streams::max_stages)
     }
 
     fn dispatch(&mut self, hop: HopKey, rows: &Tensor, side: &SideTensors) -> Result<(), FfnLoss> {

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use afd_common::ids::StepId;
-use afd_gpu::{Completion, Stream};
+use afd_gpu::{Completion, Region, Stream};
 
 use super::RemoteFfn;
 use crate::device::{HopRows, StepRun, StreamFfn, StreamHop, Summand};
@@ -16,6 +16,10 @@ impl StreamFfn for RemoteFfn {
         self.streams.as_ref().map_or(0, Streams::max_rows)
     }
 
+    fn max_stages(&self) -> usize {
+        self.streams.as_ref().map_or(1, Streams::max_stages)
+    }
+
     /// The ranks have made everything when they joined.
     fn prepare(&mut self, _padded_rows: &[usize]) -> Result<(), FfnLoss> {
         Ok(())
@@ -25,6 +29,16 @@ impl StreamFfn for RemoteFfn {
         let (plan, now) = (decode_plan(step, padded_rows, run), self.clock.now());
         let stats = Arc::clone(&self.stats);
         self.streams()?.announce(&plan, &stats, now)
+    }
+
+    fn begin(&mut self, stream: &Stream, stages: &[(usize, &Region)]) -> Result<(), FfnLoss> {
+        let stages: Vec<_> = stages.iter().map(|(rows, real)| (*rows, Some(*real))).collect();
+        self.streams()?.begin(stream, &stages)
+    }
+
+    fn direct(&self, hop: StreamHop) -> Option<Region> {
+        let StreamHop { layer, stage, padded_rows } = hop;
+        self.streams.as_ref()?.direct(layer, stage.0.into(), padded_rows)
     }
 
     fn dispatch(&mut self, stream: &Stream, hop: StreamHop, rows: &HopRows<'_>) -> Result<(), FfnLoss> {

@@ -2,9 +2,12 @@
 //! host, over NVLink) or as it is (both ends on one device, for tests and the monolithic mode).
 //!
 //! What `kill -9` of one end does to the other is written in `deploy/bench/results/`.
+use std::sync::Arc;
+
 use crate::channel::state::{BLOCKS, State};
-use crate::channel::{Form, Frame, Landed, MAX_PACKETS_BYTES, StepChannel, StepError, StepLimits};
-use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
+use crate::channel::{Form, Frame, GiveUp, Landed, MAX_PACKETS_BYTES, StepChannel, StepError, StepLimits};
+use crate::ops::Ahead;
+use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
 
 const ROWS_AT: usize = 256;
 /// In the first slot: what proves that a mapping is of the right memory.
@@ -12,6 +15,8 @@ const NONCE_AT: usize = 384;
 const DATA_AT: usize = 512;
 /// Exported allocations are at least this large, so that they share no page with anything else.
 const LEAST_BYTES: usize = 2 << 20;
+/// Blocks of a wait that fetch ahead: about one for each multiprocessor, so that all ask at once.
+const FETCHING_BLOCKS: u32 = 128;
 
 /// What a receiver tells its peer: how to open its memory, and the sizes to agree on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,8 +72,7 @@ pub struct DeviceChannel {
     kernels: Kernels,
     landing: Region,
     peer: Region,
-    /// For [`StepChannel::abort`]: the compute stream may be waiting.
-    aside: Stream,
+    breaker: Arc<Breaker>,
     open_early: bool,
 }
 
@@ -78,7 +82,30 @@ struct Kernels {
     wait: Kernel,
     put_packets: Kernel,
     wait_packets: Kernel,
-    abort: Kernel,
+}
+
+/// Gives the channel up, on a stream of its own: the compute stream may be waiting.
+struct Breaker {
+    kernel: Kernel,
+    status: Region,
+    words: Arc<HostWords>,
+    aside: Stream,
+}
+
+impl Breaker {
+    fn run(&self) {
+        let launch = Launch::new(&self.kernel, (1, 1), 1).region(&self.status).u64(self.words.address());
+        // SAFETY: channel_abort's arguments, which live as long as this, and the driver lets any thread launch.
+        // A device that refuses this has no wait left that could be ended.
+        let _ = unsafe { launch.enqueue(&self.aside) };
+    }
+}
+
+impl Drop for Breaker {
+    fn drop(&mut self) {
+        // What it was given is freed behind this.
+        let _ = self.aside.synchronize();
+    }
 }
 
 impl DeviceChannel {
@@ -116,27 +143,29 @@ impl DeviceChannel {
     fn new(landing: Landing, peer: Region) -> Result<Self, StepError> {
         let Landing { device, limits, memory, .. } = landing;
         let module = Module::load(&device, Source::Channel, &[])?;
-        let kernels = Kernels {
-            put: module.kernel("channel_put", 0)?,
-            flag: module.kernel("channel_flag", 0)?,
-            wait: module.kernel("channel_wait", 0)?,
-            put_packets: module.kernel("channel_put_packets", 0)?,
-            wait_packets: module.kernel("channel_wait_packets", 0)?,
-            abort: module.kernel("channel_abort", 0)?,
+        // Kernels for few rows take most of it, and are to take their places while these still run.
+        let split_alike = |name| {
+            let kernel = module.kernel(name, 0)?;
+            kernel.prefer_shared_memory()?;
+            Ok::<_, GpuError>(kernel)
         };
-        Ok(Self {
-            state: State::new(&device, limits)?,
-            kernels,
-            landing: memory,
-            peer,
-            aside: device.stream()?,
-            open_early: false,
-        })
+        let kernels = Kernels {
+            put: split_alike("channel_put")?,
+            flag: split_alike("channel_flag")?,
+            wait: split_alike("channel_wait")?,
+            put_packets: split_alike("channel_put_packets")?,
+            wait_packets: split_alike("channel_wait_packets")?,
+        };
+        let state = State::new(&device, limits)?;
+        let (status, words) = state.reported();
+        let kernel = split_alike("channel_abort")?;
+        let breaker = Arc::new(Breaker { kernel, status, words, aside: device.stream()? });
+        Ok(Self { state, kernels, landing: memory, peer, breaker, open_early: false })
     }
 
     /// Lets kernels behind a wait that were launched to overlap take their places while it waits: weights are then read
-    /// while rows are on their way. Only where nothing else must run on the device meanwhile (one stage at a time):
-    /// what has taken a place does not leave it.
+    /// while rows are on their way. Only where nothing else must run on the device meanwhile than what comes behind on the
+    /// same stream: what has taken a place does not leave it.
     pub fn set_open_early(&mut self, open_early: bool) {
         self.open_early = open_early;
     }
@@ -177,7 +206,12 @@ impl StepChannel for DeviceChannel {
         Ok(unsafe { launch.enqueue(stream) }?)
     }
 
-    fn wait(&mut self, stream: &Stream, frame: Frame) -> Result<Landed, StepError> {
+    fn wait_fetching(
+        &mut self,
+        stream: &Stream,
+        frame: Frame,
+        ahead: Ahead<'_>,
+    ) -> Result<Landed, StepError> {
         self.state.limits.check_frame(&frame, None)?;
         let (slot, sequences) = (self.slot(&self.landing, frame.slot)?, self.state.received(frame.slot)?);
         let bytes = frame.rows * self.state.limits.row_bytes;
@@ -186,6 +220,7 @@ impl StepChannel for DeviceChannel {
             Form::Packets => (&self.kernels.wait_packets, BLOCKS as u32, threads_for(bytes / 8)),
         };
         // Behind a put it may start at once: the put let it only when everything before had ended.
+        let blocks = blocks + if ahead.is_empty() { 0 } else { FETCHING_BLOCKS };
         let launch = Launch::new(kernel, (blocks, 1), threads).overlap(stream.opens_late());
         let launch = self.state.report(launch.region(&slot).region(&sequences));
         let launch = launch.size(frame.slot)?.u32(frame.identity.word());
@@ -194,16 +229,17 @@ impl StepChannel for DeviceChannel {
             Form::Rows => launch,
             Form::Packets => launch.size(bytes / 8)?.size(packets_at(&self.state.limits))?,
         };
-        let launch = launch.u32(u32::from(self.open_early));
+        let launch = ahead.arguments(launch.u32(u32::from(self.open_early)))?;
         // SAFETY: channel_wait's or channel_wait_packets' arguments; the frame fits the limits and so does the slot.
         unsafe { launch.enqueue(stream) }?;
         Ok(Landed { rows: slot.part(DATA_AT..DATA_AT + bytes)?, num_rows: slot.part(ROWS_AT..ROWS_AT + 4)? })
     }
 
-    fn direct(&self, slot: usize) -> Option<Region> {
-        let bytes = self.state.limits.max_rows * self.state.limits.row_bytes;
-        (slot < self.state.limits.num_slots).then_some(())?;
-        self.slot(&self.peer, slot).and_then(|s| s.part(DATA_AT..DATA_AT + bytes)).ok()
+    fn direct(&self, frame: &Frame) -> Option<Region> {
+        let limits = &self.state.limits;
+        limits.check_frame(frame, None).ok().filter(|()| frame.form == Form::Rows)?;
+        let bytes = frame.rows * limits.row_bytes;
+        self.slot(&self.peer, frame.slot).and_then(|slot| slot.part(DATA_AT..DATA_AT + bytes)).ok()
     }
 
     fn put_written(
@@ -229,10 +265,12 @@ impl StepChannel for DeviceChannel {
     }
 
     fn abort(&self) {
-        let launch = self.state.report(Launch::new(&self.kernels.abort, (1, 1), 1));
-        // SAFETY: channel_abort's arguments.
-        // A device that refuses this has no wait left that could be ended.
-        let _ = unsafe { launch.enqueue(&self.aside) };
+        self.breaker.run();
+    }
+
+    fn give_up(&self) -> Option<GiveUp> {
+        let breaker = Arc::downgrade(&self.breaker);
+        Some(GiveUp::new(move || breaker.upgrade().iter().for_each(|breaker| breaker.run())))
     }
 }
 

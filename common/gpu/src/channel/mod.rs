@@ -3,8 +3,10 @@
 //! Where a `HopLink` hands frames to the host, a [`StepChannel`] only enqueues: rows travel when the stream gets there,
 //! and the stream waits where the host would. [`DeviceChannel`] moves rows by kernels, over NVLink to another process or
 //! within a device; [`NcclChannel`] by NCCL, also to another host. Both pass the one suite in [`contract`].
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::ops::Ahead;
 use crate::{GpuError, Region, Stream};
 
 #[doc(hidden)]
@@ -57,13 +59,40 @@ pub trait StepChannel: Send {
     ///
     /// # Errors
     /// [`StepError::BadFrame`]; nothing was enqueued then.
-    fn wait(&mut self, stream: &Stream, frame: Frame) -> Result<Landed, StepError>;
+    fn wait(&mut self, stream: &Stream, frame: Frame) -> Result<Landed, StepError> {
+        self.wait_fetching(stream, frame, Ahead::default())
+    }
 
-    /// Where kernels can write a frame's rows at the peer by themselves, instead of a put that copies them; then
-    /// [`put_written`](Self::put_written) follows on the same stream. `None` when this channel cannot.
-    fn direct(&self, slot: usize) -> Option<Region>;
+    /// The same. Where this channel can, what is `ahead` is brought into the device's second-level cache while the rows are
+    /// awaited, and later work waits for that too.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    fn wait_fetching(&mut self, stream: &Stream, frame: Frame, ahead: Ahead<'_>)
+    -> Result<Landed, StepError>;
 
-    /// Enqueues: tells the peer that the rows behind [`direct`](Self::direct) are written. Only [`Form::Rows`].
+    /// Says which frames a slot is about to carry, out and in, each in its order, as both ends know beforehand; until
+    /// [`settle`](Self::settle) it carries no others. What can be sent and checked once for all of them then is. `num_rows`, one
+    /// i32 on the device, counts the real rows of all that go out; all rows are real when absent. Not needed: frames that
+    /// were not announced say by themselves what they are.
+    ///
+    /// # Errors
+    /// [`StepError::BadFrame`], [`StepError::Gpu`], [`StepError::Lost`].
+    fn begin(
+        &mut self,
+        _stream: &Stream,
+        _out: &[Frame],
+        _into: &[Frame],
+        _num_rows: Option<&Region>,
+    ) -> Result<(), StepError> {
+        Ok(())
+    }
+
+    /// Where kernels can write a frame's rows by themselves, at the peer or for it, instead of a put that copies them; then
+    /// [`put_written`](Self::put_written) follows on the same stream. `None` when this channel cannot, or not this frame.
+    fn direct(&self, frame: &Frame) -> Option<Region>;
+
+    /// Enqueues: the rows behind [`direct`](Self::direct) are written.
     ///
     /// # Errors
     /// [`StepError::BadFrame`], also when there is no `direct`.
@@ -74,13 +103,18 @@ pub trait StepChannel: Send {
         num_rows: Option<&Region>,
     ) -> Result<(), StepError>;
 
-    /// Enqueues what [`check`](Self::check) needs to know of waits that no put followed in their slots. At the end of
-    /// whatever is enqueued or captured as one: a step.
+    /// Enqueues what [`check`](Self::check) needs to know of waits that no put followed in their slots, and ends what was
+    /// [begun](Self::begin). At the end of whatever is enqueued or captured as one: a step.
     ///
     /// # Errors
     /// [`StepError::Gpu`].
     fn settle(&mut self, _stream: &Stream) -> Result<(), StepError> {
         Ok(())
+    }
+
+    /// Whether graphs and other work of this channel must not be on the device, or on their way to it, at the same time.
+    fn keeps_graphs_apart(&self) -> bool {
+        false
     }
 
     /// Whether every wait so far that has run and was settled got what it waited for. Cheap: it reads host memory.
@@ -92,6 +126,28 @@ pub trait StepChannel: Send {
     /// Breaks the channel from this end: what waits on the device ends soon instead of being patient. For a peer that is
     /// known to be gone, before the channel is dropped. Where that is not possible, dropping it has to do.
     fn abort(&self) {}
+
+    /// The same from any other thread, while the one that drives the stream may itself wait for it. `None` where
+    /// [`abort`](Self::abort) does nothing.
+    fn give_up(&self) -> Option<GiveUp> {
+        None
+    }
+}
+
+/// Breaks a channel from any thread; does nothing once the channel is gone.
+#[derive(Clone)]
+pub struct GiveUp(Arc<dyn Fn() + Send + Sync>);
+
+impl GiveUp {
+    /// What breaks it.
+    pub fn new(how: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(how))
+    }
+
+    /// Breaks it. Does not wait.
+    pub fn call(&self) {
+        (self.0)();
+    }
 }
 
 /// Sizes of a channel, equal at both ends.

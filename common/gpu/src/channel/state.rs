@@ -1,4 +1,6 @@
 //! What every kind of channel keeps on the device: how many frames went through each slot, and what went wrong first.
+use std::sync::Arc;
+
 use crate::channel::{StepError, StepLimits};
 use crate::{Device, HostWords, Launch, Region};
 
@@ -12,7 +14,7 @@ pub(super) struct State {
     sent: Region,
     received: Region,
     status: Region,
-    host_status: HostWords,
+    host_status: Arc<HostWords>,
 }
 
 impl State {
@@ -23,7 +25,7 @@ impl State {
             sent: sequences()?,
             received: sequences()?,
             status: Region::zeroed(device, 32)?,
-            host_status: HostWords::new(device, 8)?,
+            host_status: Arc::new(HostWords::new(device, 8)?),
         })
     }
 
@@ -50,6 +52,11 @@ impl State {
     /// the channel, which waits for its device when it is dropped.
     pub(super) fn report<'a>(&'a self, launch: Launch<'a>) -> Launch<'a> {
         launch.region(&self.status).u64(self.host_status.address())
+    }
+
+    /// What [`report`](Self::report) adds, for whoever lives by himself.
+    pub(super) fn reported(&self) -> (Region, Arc<HostWords>) {
+        (self.status.clone(), Arc::clone(&self.host_status))
     }
 
     /// The first thing that went wrong, as the kernels' `Status` says.

@@ -15,13 +15,17 @@ impl<'a> Ahead<'a> {
         Self([regions.next(), regions.next(), regions.next()])
     }
 
+    /// Whether there is nothing to fetch.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().flatten().all(|region| region.is_empty())
+    }
+
     /// Threads that ask for all of it, a few pieces each.
     const THREADS: usize = 4096;
 
     /// Blocks that are needed beside a kernel's own, each of `threads`.
     pub(crate) fn blocks(&self, threads: usize) -> u32 {
-        let any = self.0.iter().flatten().any(|region| !region.is_empty());
-        if any { Self::THREADS.div_ceil(threads) as u32 } else { 0 }
+        if self.is_empty() { 0 } else { Self::THREADS.div_ceil(threads) as u32 }
     }
 
     /// The kernel's last arguments.

@@ -15,7 +15,7 @@ use super::accounts::StepAccounts;
 use super::clock::Clock;
 use super::hop_error::{self, HopError};
 use super::staging::Staging;
-use super::stream_links::StreamSource;
+use super::stream_links::{GiveUps, StreamSource};
 use super::{Call, Command, EngineMetrics, EngineOptions, SessionTag, StageModel, StageSpec};
 use crate::hop_queue::{Convoys, HopQueue, QueuedHop, SourceId};
 
@@ -43,6 +43,7 @@ pub(super) struct Worker<M> {
     /// Links that a stream drives; `steps.rs`.
     pub(super) streams: Vec<StreamSource>,
     pub(super) next_stream: u64,
+    pub(super) give_ups: GiveUps,
     next_source: u64,
     next_call: u64,
     staging: Staging,
@@ -109,7 +110,12 @@ enum Heard {
 }
 
 impl<M: StageModel> Worker<M> {
-    pub(super) fn new(model: M, options: EngineOptions, inbox: Receiver<Command>, bell: Doorbell) -> Self {
+    pub(super) fn new(
+        model: M,
+        options: EngineOptions,
+        (inbox, bell): (Receiver<Command>, Doorbell),
+        give_ups: GiveUps,
+    ) -> Self {
         let spec = model.spec();
         let num_layers = u16::try_from(spec.layers.len()).unwrap_or(u16::MAX);
         let mut queue = HopQueue::new(num_layers, options.max_batch_rows);
@@ -127,6 +133,7 @@ impl<M: StageModel> Worker<M> {
             sources: Vec::new(),
             streams: Vec::new(),
             next_stream: 1,
+            give_ups,
             next_source: CALLS.0 + 1,
             next_call: 0,
             staging: Staging::new(),

@@ -204,16 +204,23 @@ impl Bench<'_> {
             let identity = Identity { epoch: 1, layer: layer as u16, stage: 0, combine };
             Frame { slot: 0, identity, rows, form }
         };
-        let target = match way {
-            Way::Direct => channel.direct(0).ok_or("no direct rows")?,
-            _ => self.out.clone(),
-        };
-        let send = |channel: &mut dyn StepChannel, frame| match way {
-            Way::Direct => channel.put_written(stream, frame, None),
-            _ => channel.put(stream, frame, &target, None),
+        let layers = |combine| (0..LAYERS).map(|layer| frame(layer, combine)).collect::<Vec<_>>();
+        let (out, into) = match self.side {
+            Side::Attention => (layers(false), layers(true)),
+            Side::Ffn => (layers(true), layers(false)),
         };
         wire.meet()?;
         let mut graph = Graph::capture(stream, || -> std::result::Result<(), StepError> {
+            // As the services do: a step is begun as a whole, and rows are written where they are sent from.
+            channel.begin(stream, &out, &into, None)?;
+            let written = matches!(way, Way::Direct | Way::Nccl);
+            let direct = written.then(|| channel.direct(&out[0])).flatten();
+            let is_direct = direct.is_some();
+            let target = direct.unwrap_or_else(|| self.out.clone());
+            let send = |channel: &mut dyn StepChannel, frame| match is_direct {
+                true => channel.put_written(stream, frame, None),
+                false => channel.put(stream, frame, &target, None),
+            };
             if self.side == Side::Attention {
                 self.residual.copy_from(stream, &input)?;
                 let mut landed = None;

@@ -73,7 +73,7 @@ fn survive(device: &Device, case: &str, gpu: usize) -> Result<String> {
         // Writes into the peer's memory, by our kernel or by the copy engine, whoever reads them: so fast that the host
         // launches them for as long as they are to run, and another thread kills.
         ("put" | "copy", _) => {
-            let direct = channel.direct(0).ok_or("no direct rows")?;
+            let direct = channel.direct(&large_frame()).ok_or("no direct rows")?;
             let mut writes = Graph::capture(&stream, || -> std::result::Result<(), StepError> {
                 for _ in 0..100 {
                     match case {
@@ -125,7 +125,7 @@ fn survive(device: &Device, case: &str, gpu: usize) -> Result<String> {
     note("channel", state.map_err(|e| e.to_string()));
     // Puts into what was the dead process's memory, still mapped here.
     let written = (|| -> Result<()> {
-        let direct = channel.direct(0).ok_or("no direct rows")?;
+        let direct = channel.direct(&large_frame()).ok_or("no direct rows")?;
         for _ in 0..100 {
             direct.copy_from(&stream, &large)?;
         }

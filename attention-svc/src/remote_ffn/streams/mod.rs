@@ -4,13 +4,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use afd_common::ids::{HopKey, LayerIdx, StageIdx, StepId};
+use afd_common::ids::{HopKey, StepId};
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::steps_request::Message;
 use afd_ffi::cuda;
 use afd_gpu::channel::StepError;
-use afd_gpu::{Completion, Device, GpuError, Region, Stream};
+use afd_gpu::{Completion, Device, GpuError, Stream};
 use ffn_svc::device::DeviceFfn;
 use tch::{Kind, Tensor};
 
@@ -18,9 +18,11 @@ use super::edges::Edges;
 use super::hop_table::EdgeId;
 use super::stats::FfnStats;
 use super::stream_edge::StreamEdge;
-use super::stream_times::{Point, StreamTimes, Way};
-use crate::device::{HopRows, StepRun, Summand};
+use super::stream_times::StreamTimes;
+use crate::device::StepRun;
 use crate::engine::{DeviceTimes, FfnLoss};
+
+mod hops;
 
 /// Added to what waits may take in all, for what runs between them.
 const SLACK: Duration = Duration::from_secs(5);
@@ -137,6 +139,11 @@ impl Streams {
         rows.min(DeviceFfn::MAX_ROWS)
     }
 
+    /// With NCCL a large send ends when the peer receives: one stage's rows would wait for a peer that sends another's.
+    pub(super) fn max_stages(&self) -> usize {
+        if self.used().any(|edge| edge.link.kind == LinkKind::Nccl) { 1 } else { usize::MAX }
+    }
+
     /// The edges that steps use, in shard order.
     fn used(&self) -> impl Iterator<Item = &StreamEdge> {
         self.chosen.iter().filter_map(|id| self.edges.iter().find(|edge| edge.id == *id))
@@ -171,9 +178,12 @@ impl Streams {
         Err(FfnLoss::Unavailable { peer, what: what.into() })
     }
 
-    /// An eager step begins.
-    pub(super) fn begin_step(&mut self, num_stages: usize) {
+    /// An eager step begins, of stages of so many rows.
+    pub(super) fn begin_step(&mut self, stage_rows: &[usize]) -> Result<(), FfnLoss> {
+        let (num_stages, stream) = (stage_rows.len(), Arc::clone(&self.place.stream));
         self.step = Some(Step { num_stages, combined: 0, outstanding: Vec::new() });
+        let stages: Vec<_> = stage_rows.iter().map(|&rows| (rows, None)).collect();
+        self.begin(&stream, &stages)
     }
 
     /// Whether an eager step is under way over these edges.
@@ -306,100 +316,6 @@ impl Streams {
         self.handle_down(id, &what, stats, now);
         Err(FfnLoss::Unavailable { peer, what })
     }
-
-    /// Enqueues: the rows of a stage to every shard.
-    fn put(
-        &mut self,
-        stream: &Stream,
-        layer: LayerIdx,
-        stage: usize,
-        num_rows: usize,
-        rows: &Region,
-        real_rows: Option<&Region>,
-    ) -> Result<(), FfnLoss> {
-        let key = HopKey { step: self.step_id, layer, stage: StageIdx(stage as u8) };
-        let mut timing = self.timing.take();
-        for edge in self.used_mut() {
-            let (frame, _) = edge.link.frames(layer, stage, num_rows);
-            mark(&mut timing, stream, Point::PutBegins, key, edge, num_rows)?;
-            let put = edge.link.channel.put(stream, frame, rows, real_rows);
-            put.map_err(|error| not_enqueued(edge, &error))?;
-            mark(&mut timing, stream, Point::PutEnds, key, edge, num_rows)?;
-            let bytes = (num_rows * edge.link.shape.row_bytes) as u64;
-            if let Some(stats) = &edge.stats {
-                stats.handle_step((1, bytes), (1, bytes * edge.link.shape.units_back as u64));
-            }
-        }
-        self.timing = timing;
-        Ok(())
-    }
-
-    /// Enqueues: later work finds the parts of every shard in what is returned, until the stage's next put.
-    fn wait(
-        &mut self,
-        stream: &Stream,
-        layer: LayerIdx,
-        stage: usize,
-        num_rows: usize,
-    ) -> Result<Vec<Region>, FfnLoss> {
-        let key = HopKey { step: self.step_id, layer, stage: StageIdx(stage as u8) };
-        let mut timing = self.timing.take();
-        let landed = self
-            .used_mut()
-            .map(|edge| {
-                let (_, frame) = edge.link.frames(layer, stage, num_rows);
-                mark(&mut timing, stream, Point::WaitBegins, key, edge, num_rows)?;
-                let landed = edge.link.channel.wait(stream, frame);
-                let landed = landed.map_err(|error| not_enqueued(edge, &error))?;
-                mark(&mut timing, stream, Point::WaitEnds, key, edge, num_rows)?;
-                Ok(landed.rows)
-            })
-            .collect();
-        self.timing = timing;
-        landed
-    }
-
-    // ---- whole decode steps
-
-    pub(super) fn put_hop(
-        &mut self,
-        stream: &Stream,
-        layer: LayerIdx,
-        stage: usize,
-        padded_rows: usize,
-        rows: &HopRows<'_>,
-    ) -> Result<(), FfnLoss> {
-        self.put(stream, layer, stage, padded_rows, rows.rows, Some(rows.num_rows))
-    }
-
-    pub(super) fn wait_hop(
-        &mut self,
-        stream: &Stream,
-        layer: LayerIdx,
-        stage: usize,
-        padded_rows: usize,
-    ) -> Result<Summand, FfnLoss> {
-        let mut landed = self.wait(stream, layer, stage, padded_rows)?;
-        Ok(match landed.len() {
-            1 => Summand::Whole(landed.remove(0)),
-            _ => Summand::Parts(landed),
-        })
-    }
-}
-
-/// Notes where the stream is, if the step's times are wanted.
-fn mark(
-    timing: &mut Option<StreamTimes>,
-    stream: &Stream,
-    point: Point,
-    key: HopKey,
-    edge: &StreamEdge,
-    num_rows: usize,
-) -> Result<(), FfnLoss> {
-    let Some(timing) = timing else { return Ok(()) };
-    let (link, epoch) = (edge.link.kind, edge.link.epoch);
-    let way = Way { key, shard: edge.shard.index(), rows: num_rows as u32, link, epoch };
-    timing.mark(stream, point, way).map_err(|error| FfnLoss::Fatal { what: error.to_string() })
 }
 
 /// Plans of whole decode steps.
