@@ -47,7 +47,7 @@ if [ -x "$bin/attention-svc" ]; then
     common=(--bin "$bin" --fixtures "$here/../../tests/fixtures" --out "$out")
     python3 "$here/gpu_serve.py" "${common[@]}" fixtures shallow mono || status=1
     if [ -x "$bin/ffn-svc" ] && [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
-        python3 "$here/gpu_pair.py" "${common[@]}" fixtures pair loss || status=1
+        python3 "$here/gpu_pair.py" "${common[@]}" fixtures pair profile prompts loss || status=1
     fi
 fi
 exit $status

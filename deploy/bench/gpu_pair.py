@@ -6,7 +6,8 @@
 Sections: fixtures (tiny checkpoints in float32, greedy, token for token, over every kind of link), shards (the same with
 two FFN shards, and few layers of full width in bfloat16 through the decode kernels), pair (full-size dummy weights by
 layout, beside peers and floors), sampled (tokens drawn on the device, against what teacher-forcing says could be
-drawn), profile (a timeline of both GPUs), loss (kill -9 of the FFN, and of attention, while requests decode; a new one comes up in
+drawn), profile (a timeline of both GPUs), prompts (the same of steps that read 64 prompts, by what each GPU waits for),
+loss (kill -9 of the FFN, and of attention, while requests decode; a new one comes up in
 its place, and what was answered is judged). A section's table is printed when it ends.
 """
 import argparse
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 
-from gpu_serve import FAMILIES, HEAD, Process, complete, forced, full_size, judge, measure, metrics
+from gpu_serve import FAMILIES, HEAD, Process, bench, complete, forced, full_size, judge, measure, metrics
 from gpu_serve import model_folder, post
 
 MODEL = "deepseek-v2-lite"
@@ -33,14 +34,22 @@ LAYOUTS = {
     "ipc2": ("1A1F ipc, 2 stages", "cuda-ipc", ["--stages", "2"]),
     "eager": ("1A1F ipc, eager", "cuda-ipc", ["--stages", "1", "--graph-mode", "none"]),
     "nccl": ("1A1F nccl", "nccl", []),
-    # Nothing but this process's one stream launches its graphs, so NCCL need not guard against the rest.
-    "nccl0": ("1A1F nccl, no mixing", "nccl", ["--stages", "1"]),
+    # With NCCL's guard for graphs beside other work, which the services do not need.
+    "nccl1": ("1A1F nccl, guarded", "nccl", ["--stages", "1"]),
 }
-EXTRA = {"1A1F nccl, no mixing": {"NCCL_GRAPH_MIXING_SUPPORT": "0"}}
+EXTRA = {"1A1F nccl, guarded": {"NCCL_GRAPH_MIXING_SUPPORT": "1"}}
 
 
 def ffn_command(args, model, *more):
     return [str(args.bin / "ffn-svc"), "serve", "--device", "cuda:0", "--model", str(model), *more]
+
+
+def dummy_weights(args):
+    return ["--load-format", "dummy", "--dtype", "bfloat16", "--max-tokens-per-stage", str(args.batched_tokens)]
+
+
+def full_size_ffn(args):
+    return ffn_command(args, model_folder(args, MODEL, None), *dummy_weights(args))
 
 
 class Pair:
@@ -143,7 +152,7 @@ def shards(args, lines):
     # with random weights and no shared experts two layers of that make gaps beyond 1.0 now and then (dense ones: 0.03).
     for name, layers in ((MODEL, 2), ("qwen3-30b-a3b", 1)):
         model, running = model_folder(args, name, layers), None
-        dummy = ["--load-format", "dummy", "--dtype", "bfloat16"]
+        dummy = dummy_weights(args)
         ffns = [(ffn_command(args, model, *dummy, "--shard", f"{i}/2", "--rank", str(i)), "1") for i in range(2)]
         try:
             attention = full_size(args, name, "--stages", "1", "--max-capture-size", "8", layers=layers)
@@ -164,15 +173,14 @@ def pair(args, lines):
     good = True
     lines.append(f"{MODEL}, attention and FFN on a GPU each, {args.input_len} in, {args.output_len} out; ms")
     lines.append(HEAD)
-    dummy = ["--load-format", "dummy", "--dtype", "bfloat16"]
     for label, link, more in args.layouts:
         running = None
         try:
-            ffn = ffn_command(args, model_folder(args, MODEL, None), *dummy)
+            ffn = full_size_ffn(args)
             running = Pair(args, label, [(ffn, "1")], full_size(args, MODEL, *more), link)
             lines.append(f"  ready after {running.started_s:.1f} s")
             judge(running.address, MODEL, lines, f"  {label} (random weights are chaotic over 27 layers; not counted)")
-            measure(args, running.address, MODEL, lines, label, 1)
+            measure(args, running.address, MODEL, lines, label, 1, gpus=2)
             counted = metrics(running.address)
             told = {k: v for k, v in counted.items() if "graph" in k and float(v)}
             lines.append(f"    {told}")
@@ -188,7 +196,7 @@ def pair(args, lines):
 def sampled(args, lines):
     """Draws on the device: each is in its interval, the intervals are those of the prefill path, and a seed repeats itself."""
     good, model = True, model_folder(args, MODEL, 2)
-    dummy = ["--load-format", "dummy", "--dtype", "bfloat16"]
+    dummy = dummy_weights(args)
     more = ["--stages", "1", "--log-level", "info,attention_svc::engine::choose=debug"]
     attention = full_size(args, MODEL, *more, layers=2)
     running = Pair(args, "sampled", [(ffn_command(args, model, *dummy), args.ffn_gpu)], attention, "cuda-ipc")
@@ -273,15 +281,19 @@ def allowed(logprobs, rules):
 
 
 def profile(args, lines):
-    """Lanes of both GPUs, by their own events; what is computed for a hop lies inside it, on one clock."""
-    dummy = ["--load-format", "dummy", "--dtype", "bfloat16"]
-    ffn = ffn_command(args, model_folder(args, MODEL, None), *dummy)
-    running = Pair(args, "profile", [(ffn, args.ffn_gpu)], full_size(args, MODEL, "--stages", "1"), "cuda-ipc")
+    """Lanes of both GPUs, by their own events, with one stage and with two; what is computed for a hop lies inside it, on one
+    clock. What is not busy is the bubble."""
+    return all([profile_stages(args, lines, stages) for stages in ("1", "2")])
+
+
+def profile_stages(args, lines, stages):
+    ffn = full_size_ffn(args)
+    running = Pair(args, f"profile {stages}", [(ffn, args.ffn_gpu)], full_size(args, MODEL, "--stages", stages), "cuda-ipc")
     good = True
     try:
-        for requests in (1, 64):
+        for requests in (1, 64) if stages == "1" else (64,):
             prompts = [[(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(1024)] for i in range(requests)]
-            out = args.out / f"timeline-{requests}.json"
+            out = args.out / f"timeline-{requests}-{stages}.json"
 
             def record():
                 until = float(metrics(running.address)["afd_steps_total"]) + 40
@@ -294,33 +306,93 @@ def profile(args, lines):
             found = together([record, *asked])
             if isinstance(found[0], Exception):
                 raise found[0]
-            good &= told(json.loads(out.read_text())["traceEvents"], lines, requests)
+            good &= told(json.loads(out.read_text())["traceEvents"], lines, f"{requests} requests, {stages} stages")
         return good
     finally:
         running.stop()
 
 
-def told(events, lines, requests):
+def told(events, lines, label):
     """What a timeline says of its decode steps."""
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [dict(e, lane=lanes[e["pid"], e["tid"]], end=e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
     device = [e for e in slices if e["lane"] == "device"]
-    hops = {(e["args"]["step"], e["args"]["layer"]): e for e in slices if "hops to shard" in e["lane"]}
+    key = lambda e: (e["args"]["step"], e["args"]["layer"], e["lane"].split(",")[0])
+    hops = {key(e): e for e in slices if "hops to shard" in e["lane"]}
     computed = [e for e in slices if e["name"].startswith("compute ") and processes[e["pid"]].startswith("F")]
     mean = lambda found: sum(e["dur"] for e in found) / max(len(found), 1)
     attends = [e for e in device if e["name"].startswith("attention")]
-    pairs = [(hops.get((e["args"]["step"], e["args"]["layer"])), e) for e in computed]
+    pairs = [(hops.get(key(e)), e) for e in computed]
     inside = [h is not None and h["ts"] - 30 <= e["ts"] and e["end"] <= h["end"] + 30 for h, e in pairs]
     beyond = [h["dur"] - e["dur"] for h, e in pairs if h]
+    # From the first attention of a step to the last hop's end, on both devices.
+    spans = {}
+    for e in (*attends, *hops.values()):
+        begin, end = spans.get(e["args"]["step"], (e["ts"], e["end"]))
+        spans[e["args"]["step"]] = (min(begin, e["ts"]), max(end, e["end"]))
+    span = sum(end - begin for begin, end in spans.values())
+    bubbles = [100 - 100 * sum(e["dur"] for e in found) / max(span, 1) for found in (attends, computed)]
     good = len(attends) >= 27 * 9 and len(computed) == len(hops) == len(attends) and sum(inside) >= 0.95 * len(inside)
     lines.append(
-        f"  {requests:3} requests: {sorted(set(lanes.values()))} of {sorted(processes.values())}\n"
+        f"  {label}: {sorted(set(lanes.values()))} of {sorted(processes.values())}\n"
         f"      a layer, us: attention {mean(attends):.1f}, hop {mean(list(hops.values())):.1f}, of it the FFN {mean(computed):.1f}; "
         f"{sum(inside)} of {len(inside)} computations inside their hop (within 30 us); hop beyond compute, median {sorted(beyond)[len(beyond) // 2] if beyond else -1:.1f} "
-        f"{'ok' if good else 'FAILED'}"
+        f"{'ok' if good else 'FAILED'}\n"
+        f"      bubbles (eager, with marks): attention {bubbles[0]:.0f} %, FFN {bubbles[1]:.0f} %"
     )
     return good
+
+
+def prompts(args, lines):
+    """Steps that read 64 prompts at once: what each GPU does in them, and what it waits for."""
+    ffn = full_size_ffn(args)
+    running = Pair(args, "prompts", [(ffn, "1")], full_size(args, MODEL), "cuda-ipc")
+    try:
+        bench(args, running.address, MODEL, 64, 4)  # everything warm
+        out = args.out / "timeline-prompts.json"
+
+        def record():
+            out.write_text(json.dumps(post(running.address, "/profile", {"steps": 16, "timeout_s": 20})))
+
+        found = together([record, lambda: time.sleep(0.05) or bench(args, running.address, MODEL, 64, 16)])
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        steps_of_prompts(json.loads(out.read_text())["traceEvents"], lines)
+        return True
+    finally:
+        running.stop()
+
+
+def steps_of_prompts(events, lines):
+    """A line a step, ms. Between: since the step before had ended on attention's GPU."""
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    roles = {e["pid"]: e["args"]["name"][0] for e in events if e["name"] == "process_name"}
+    slices = [dict(e, lane=lanes[e["pid"], e["tid"]], end=e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    before = None
+    lines.append("  rows (stages)  step  between  on the devices  attention's busy  FFN's busy  FFN's first hop  FFN's idle between hops")
+    for step in (e for e in slices if e["lane"] == "engine" and e["name"].startswith("step ")):
+        own = [e for e in slices if e["args"].get("step") == step["args"]["step"]]
+        attends = [e for e in own if e["lane"] == "device" and e["name"].startswith("attention")]
+        hops = [e for e in own if "hops to shard" in e["lane"]]
+        computed = sorted((e for e in own if e["name"].startswith("compute ") and roles[e["pid"]] == "F"), key=lambda e: e["ts"])
+        if not attends or not hops or not computed or step["args"]["rows"] <= 64:
+            continue
+        begin, end = min(e["ts"] for e in attends), max(e["end"] for e in hops)
+        idle = sum(max(b["ts"] - a["end"], 0) for a, b in zip(computed, computed[1:]))
+        busy = lambda found: sum(e["dur"] for e in found)
+        told = [
+            step["dur"],
+            begin - before if before else 0,
+            end - begin,
+            busy(attends),
+            busy(computed),
+            computed[0]["ts"] - begin,
+            idle,
+        ]
+        before = end
+        lines.append(f"  {step['args']['rows']:6} ({step['args']['stages']})  " + "  ".join(f"{us / 1e3:8.2f}" for us in told))
 
 
 def kill_when_decoding(running, process, steps=100):
@@ -402,7 +474,7 @@ def loss_exact(args, lines):
 def loss_full_size(args, lines):
     """Full size in bfloat16, graphs replayed on both sides: what is answered is teacher-forced through the same pair."""
     good, listen = True, free_address()
-    ffn = ffn_command(args, model_folder(args, MODEL, None), "--load-format", "dummy", "--dtype", "bfloat16")
+    ffn = full_size_ffn(args)
     running = Pair(args, "loss", [(ffn, "1")], full_size(args, MODEL, "--stages", "1"), "cuda-ipc", listen)
     try:
         prompts = [{"input_ids": [(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(200)]} for i in range(8)]
@@ -435,18 +507,20 @@ def loss_full_size(args, lines):
         running.stop()
 
 
-SECTIONS = {"fixtures": fixtures, "shards": shards, "pair": pair, "sampled": sampled, "profile": profile, "loss": loss}
+SECTIONS = {"fixtures": fixtures, "shards": shards, "pair": pair, "sampled": sampled, "profile": profile, "prompts": prompts, "loss": loss}
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--bin", type=pathlib.Path, default=pathlib.Path("target/debug"))
+    parser.add_argument("--bin", type=lambda text: pathlib.Path(text).resolve(), default=pathlib.Path("target/debug").resolve())
     parser.add_argument("--fixtures", type=pathlib.Path, default=pathlib.Path("tests/fixtures"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
     parser.add_argument("--layouts", type=lambda text: [LAYOUTS[n] for n in text.split(",")], default=list(LAYOUTS.values()))
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 128])
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=128)
+    # Eight prompts of 1024 a stage, of two, and whoever decodes beside them: without the rest a prompt's end waits for the next step.
+    parser.add_argument("--batched-tokens", type=int, default=2 * 8192 + 128, help="most tokens of a step")
     parser.add_argument("--ffn-gpu", default="1", help="where the FFN of sampled and profile is; beside attention it is slow")
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     args = parser.parse_args()

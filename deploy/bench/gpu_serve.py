@@ -188,7 +188,7 @@ def full_size(args, name, *more, layers=None):
     command = [str(args.bin / "attention-svc"), "serve", "--model", str(model_folder(args, name, layers))]
     command += ["--load-format", "dummy", "--dtype", "bfloat16", "--device", "cuda:0", "--max-num-seqs", "128"]
     command += ["--max-model-len", "2048", "--block-size", "64", "--kv-cache-memory", "12GiB"]
-    return [*command, "--max-num-batched-tokens", "8192", "--no-prefix-cache", *more]
+    return [*command, "--max-num-batched-tokens", str(args.batched_tokens), "--no-prefix-cache", *more]
 
 
 def forced(address, name, prompt, text):
@@ -220,34 +220,47 @@ def judge(address, name, lines, label):
     return good
 
 
-def measure(args, address, name, lines, label, peer):
-    """TPOT, TTFT and tokens a second at each concurrency, beside floors and peers."""
+def bench(args, address, name, concurrency, output_len):
+    """So many requests at once, as `attention-svc bench` tells of them."""
+    command = [str(args.bin / "attention-svc"), "bench", "--url", f"http://{address}", "--model", name]
+    command += ["--concurrency", str(concurrency), "--requests-per-level", str(max(concurrency, 2))]
+    command += ["--input-len", str(args.input_len), "--output-len", str(output_len), "--vocab-size", "100000", "--json", "-"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, env=dict(os.environ, LD_LIBRARY_PATH=library_path()))
+    if ran.returncode:
+        raise RuntimeError(ran.stderr[-300:])
+    return json.loads(ran.stdout)["servers"][0]["levels"][0]
+
+
+def measure(args, address, name, lines, label, peer, gpus=1):
+    """TPOT, TTFT and tokens a second at each concurrency, beside floors and peers; `gpus` share the tokens."""
     for concurrency in args.concurrency:
-        before, begun = metrics(address), time.time()
-        command = [str(args.bin / "attention-svc"), "bench", "--url", f"http://{address}", "--model", name]
-        command += ["--concurrency", str(concurrency), "--requests-per-level", str(max(concurrency, 2))]
-        command += ["--input-len", str(args.input_len), "--output-len", str(args.output_len), "--vocab-size", "100000", "--json", "-"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=200, env=dict(os.environ, LD_LIBRARY_PATH=library_path()))
-        if ran.returncode:
-            lines.append(f"  {label} {concurrency}: FAILED {ran.stderr[-300:]}")
+        before = metrics(address)
+        try:
+            level = bench(args, address, name, concurrency, args.output_len)
+        except RuntimeError as error:
+            lines.append(f"  {label} {concurrency}: FAILED {error}")
             continue
-        level = json.loads(ran.stdout)["servers"][0]["levels"][0]
         after = metrics(address)
         steps = float(after["afd_steps_total"]) - float(before["afd_steps_total"])
 
+        def grown(name):
+            return float(after.get(name, 0)) - float(before.get(name, 0))
+
         def part(name):
-            key = f'afd_engine_seconds_total{{part="{name}"}}'
-            return (float(after[key]) - float(before[key])) * 1e3 / max(steps, 1)
+            return grown(f'afd_engine_seconds_total{{part="{name}"}}') * 1e3 / max(steps, 1)
+
+        # Of decode steps alone, us: what the device waits for the host between two of them.
+        host = grown('afd_decode_step_seconds_total{where="host"}') * 1e6 / max(grown("afd_decode_steps_total"), 1)
 
         lines.append(
             f"  {label:22} {concurrency:4}  {level['itl_ms']['p50']:7.3f} {level['tpot_ms']['p50']:7.3f} "
-            f"{level['ttft_ms']['p50']:8.1f} {level['output_tokens_per_s']:9.0f}  "
+            f"{level['ttft_ms']['p50']:8.1f} {level['output_tokens_per_s']:9.0f} {level['output_tokens_per_s'] / gpus:8.0f} {host:6.0f}  "
             f"{PEERS.get(concurrency, (0, 0))[peer]:6.2f} {FLOORS.get(concurrency, 0):6.2f}   "
             f"sched {part('schedule'):.3f} attn {part('attention'):.3f} sample {part('sample'):.3f} step {part('step'):.3f} x{steps:.0f}"
         )
 
 
-HEAD = "  layout                 conc   ITL p50 TPOT p50 TTFT p50   tokens/s   peer   floor   engine, ms a step"
+HEAD = "  layout                 conc   ITL p50 TPOT p50 TTFT p50   tokens/s  per GPU host us  peer   floor   engine, ms a step"
 
 
 def shallow(args, lines):
@@ -293,7 +306,7 @@ def mono(args, lines):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--bin", type=pathlib.Path, default=pathlib.Path("target/debug"))
+    parser.add_argument("--bin", type=lambda text: pathlib.Path(text).resolve(), default=pathlib.Path("target/debug").resolve())
     parser.add_argument("--fixtures", type=pathlib.Path, default=pathlib.Path("tests/fixtures"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
     parser.add_argument("--model", default="deepseek-v2-lite")
@@ -301,6 +314,7 @@ def main():
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 128])
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--batched-tokens", type=int, default=8192, help="most tokens of a step")
     parser.add_argument("sections", nargs="+")
     args = parser.parse_args()
     lines, good = [], True
