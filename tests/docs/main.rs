@@ -72,6 +72,27 @@ fn the_tables_of_options_are_what_help_says() -> anyhow::Result<()> {
 }
 
 #[test]
+fn the_limits_of_the_phases_are_those_of_the_options() -> anyhow::Result<()> {
+    let text = readme()?;
+    let [(_, options), ..] = options::tables();
+    let rows: Vec<Vec<&str>> = section(&text, "phases")?
+        .lines()
+        .skip(2)
+        .map(|row| row.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    for row in &rows {
+        let [phase, option, default, _] = row[..] else { anyhow::bail!("not four columns: {row:?}") };
+        let begins = format!("| {} TIME` |", option.trim_end_matches('`'));
+        let listed = options.lines().find(|line| line.starts_with(&begins));
+        let listed = listed.with_context(|| format!("{phase}: there is no {option}"))?;
+        ensure!(listed.ends_with(&format!("| {default} |")), "{phase}: {default} is not that of {listed}");
+    }
+    let phases: Vec<&str> = rows.iter().map(|row| row[0]).collect();
+    ensure!(phases == ["join", "open links", "hop"], "{phases:?}");
+    Ok(())
+}
+
+#[test]
 #[ignore = "writes README.md"]
 fn renew_the_tables_of_options() -> anyhow::Result<()> {
     let mut text = readme()?;

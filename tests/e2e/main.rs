@@ -11,6 +11,7 @@ mod measured;
 mod membership;
 mod network;
 mod pair;
+mod phases;
 mod plans;
 mod probe;
 mod scale;

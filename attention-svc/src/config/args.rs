@@ -176,6 +176,9 @@ pub struct ServeArgs {
     /// Time for every FFN shard to have joined, from the start [default: 120s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub join_timeout: Option<Span>,
+    /// Time for each phase of joining one FFN rank: connecting, Join, opening a link, attaching to it [default: 5s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub link_timeout: Option<Span>,
     /// Time without an answer or any progress after which an FFN rank is lost; grows with the rows sent [default: 5s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub hop_timeout: Option<Span>,

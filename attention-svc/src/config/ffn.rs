@@ -33,6 +33,8 @@ pub struct FfnConfig {
     pub tls: Option<ClientTls>,
     /// For every shard to have joined.
     pub join_timeout: Duration,
+    /// For each phase of joining one rank.
+    pub link_timeout: Duration,
     /// For an answer or progress.
     pub hop_timeout: Duration,
     /// For a replacement.
@@ -60,6 +62,7 @@ impl FfnConfig {
             join_token: join_token(args.join_token_file.as_deref())?.unwrap_or_default(),
             tls: ffn_tls(args)?,
             join_timeout: time("--join-timeout", args.join_timeout, 120)?,
+            link_timeout: time("--link-timeout", args.link_timeout, 5)?,
             hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,
             loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
         })

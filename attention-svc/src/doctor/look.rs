@@ -122,7 +122,7 @@ impl Look {
             let channel = dial::dial(address, self.tls.as_ref(), token, self.patience).await;
             let channel = match channel {
                 Ok(channel) => channel,
-                Err(why @ NotConnected::Unreachable(_)) => {
+                Err(why @ (NotConnected::Unreachable(_) | NotConnected::Late(_))) => {
                     return Ok(Found::Nobody(format!("cannot be reached: {why}")));
                 }
                 Err(why) => return Err(format!("cannot be asked: {why}")),

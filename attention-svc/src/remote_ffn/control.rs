@@ -56,8 +56,8 @@ pub struct ControlSettings {
     pub join_token: String,
     /// FFN ranks are dialled in the clear without.
     pub tls: Option<ClientTls>,
-    /// For each of connect, join, open links and attach.
-    pub phase_timeout: Duration,
+    /// For each phase of joining: connect, join, open links and attach.
+    pub link_timeout: Duration,
 }
 
 /// What the control tasks of all ranks share.
@@ -224,11 +224,16 @@ impl<'a> Control<'a> {
         if let Some(process) = &self.process {
             shared.lock_roster().check(process, address)?;
         }
-        let limit = shared.settings.phase_timeout;
+        let limit = shared.settings.link_timeout;
         let target = Target::new(address, &self.host, shared)?;
-        let channel = target.connect(limit).await?;
+        // Who it is, is known for sure once it has joined.
+        let expected = match &self.process {
+            Some(process) => format!("F{} at {address}", process.rank()),
+            None => address.to_string(),
+        };
+        let channel = target.connect(&expected, limit).await?;
         let mut client = FfnControlServiceClient::new(channel.clone());
-        let joined = joining::join(&mut client, shared).await?;
+        let joined = joining::join(&mut client, &expected, shared).await?;
         let _seated = self.seat(joined.identity.as_ref())?;
         let shard = joining::agreed_shard(&joined, shared)?;
         let combine_dtype = joining::combine_dtype(&joined)?;
@@ -239,7 +244,8 @@ impl<'a> Control<'a> {
         let (to_rank, requests) = mpsc::channel(PLAN_QUEUE);
         let hello = v1::StepsRequest { session_id: joined.session_id.clone(), message: Some(heartbeat()) };
         to_rank.try_send(hello).map_err(|error| SessionError::broken("steps", error))?;
-        let steps = joining::within(limit, "steps", client.steps(ReceiverStream::new(requests))).await?;
+        let steps = client.steps(ReceiverStream::new(requests));
+        let steps = joining::within(limit, &peer, "control stream", steps).await?;
         let link = joining::open_link(&mut client, channel, &target, &peer, &joined, shared).await?;
 
         let id = EdgeId(shared.next_edge.fetch_add(1, Ordering::Relaxed));

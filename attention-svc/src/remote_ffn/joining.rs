@@ -14,7 +14,7 @@ use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
-use afd_common::spelling::{self, count};
+use afd_common::spelling::{self, count, span};
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -38,10 +38,15 @@ impl Target {
     }
 
     /// A connection to whatever listens there.
-    pub(super) async fn connect(&self, limit: Duration) -> Result<Channel, SessionError> {
+    pub(super) async fn connect(&self, peer: &str, limit: Duration) -> Result<Channel, SessionError> {
         let connected = client::connect(&self.address.to_string(), self.tls.as_ref(), limit).await;
         connected.map_err(|error| match error {
             NotConnected::Unreachable(what) => SessionError::Away(format!("connecting: {what}")),
+            NotConnected::Late(_) => SessionError::Away(late(peer, "connecting", limit)),
+            NotConnected::Silent(_) => {
+                let late = late(peer, "connecting", limit);
+                SessionError::Broken(format!("{late}: it listens; it may be loading, or stopped"))
+            }
             NotConnected::WantsTls(what) => {
                 SessionError::Refused(format!("connecting: {what} (--ffn-tls-ca)"))
             }
@@ -52,6 +57,7 @@ impl Target {
 
 pub(super) async fn join(
     client: &mut FfnControlServiceClient<Channel>,
+    peer: &str,
     shared: &Shared,
 ) -> Result<v1::JoinResponse, SessionError> {
     let settings = &shared.settings;
@@ -67,7 +73,7 @@ pub(super) async fn join(
         features: Vec::new(),
         join_token: settings.join_token.clone(),
     };
-    let joined = within(settings.phase_timeout, "join", client.join(request)).await?.into_inner();
+    let joined = within(settings.link_timeout, peer, "join", client.join(request)).await?.into_inner();
     if joined.max_tokens_per_stage < settings.max_tokens_per_stage || joined.max_stages < settings.max_stages
     {
         return Err(SessionError::Refused(format!(
@@ -131,7 +137,7 @@ pub(super) async fn open_link(
     let mut common = wanted.filter(|kind| joined.link_kinds.contains(&wire_kind(*kind).into())).peekable();
     while let Some(kind) = common.next() {
         if kind.is_stream_driven() {
-            match stream_joining::open(client, kind, joined, shared).await {
+            match stream_joining::open(client, kind, peer, joined, shared).await {
                 Ok(link) => return Ok(Opened::Stream(link)),
                 Err(NotOpened::NextKind(what)) if common.peek().is_some() => {
                     tracing::info!(peer, %kind, what, "trying the next kind of link");
@@ -154,7 +160,12 @@ pub(super) async fn open_link(
             }
             attached => {
                 let attached = attached.map(Opened::Host);
-                return attached.map_err(|error| SessionError::broken("attach", error));
+                return attached.map_err(|error| match error {
+                    AttachError::Timeout { peer, after } => {
+                        SessionError::Broken(late(&peer, "attaching a link", after))
+                    }
+                    error => SessionError::broken("attach", error),
+                });
             }
         }
     }
@@ -177,7 +188,8 @@ async fn grant(
         ..v1::LinkRequest::default()
     };
     let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
-    let opened = within(settings.phase_timeout, "open links", client.open_links(request)).await?.into_inner();
+    let opened = within(settings.link_timeout, peer, "open links", client.open_links(request)).await?;
+    let opened = opened.into_inner();
     let refused = |what: String| SessionError::Refused(format!("open links: {what}"));
     let grant = opened.links.first().ok_or_else(|| refused("the answer has no link".into()))?;
     let secret = Secret::from_slice(&grant.secret)
@@ -203,7 +215,7 @@ async fn attach(
     limits: Limits,
     shared: &Shared,
 ) -> Result<Box<dyn HopLink>, AttachError> {
-    let (bell, timeout, peer) = (shared.bell.clone(), shared.settings.phase_timeout, limits.peer.clone());
+    let (bell, timeout, peer) = (shared.bell.clone(), shared.settings.link_timeout, limits.peer.clone());
     if kind == LinkKind::Inline {
         return Ok(Box::new(inline::dial(channel, &ticket, limits, bell, timeout).await?));
     }
@@ -224,15 +236,22 @@ pub(super) fn wire_kind(kind: LinkKind) -> v1::LinkKind {
     }
 }
 
+/// What is said of a phase that `peer` let run out.
+pub(super) fn late(peer: &str, phase: &str, limit: Duration) -> String {
+    format!("{phase}: no answer from {peer} within {} (--link-timeout)", span(limit))
+}
+
+/// One call of a phase, answered by `peer` within its limit.
 pub(super) async fn within<T>(
     limit: Duration,
-    what: &str,
+    peer: &str,
+    phase: &str,
     call: impl Future<Output = Result<T, tonic::Status>>,
 ) -> Result<T, SessionError> {
     match tokio::time::timeout(limit, call).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(status)) => Err(from_status(what, &status)),
-        Err(_) => Err(SessionError::Broken(format!("{what}: no answer within {} ms", limit.as_millis()))),
+        Ok(Err(status)) => Err(from_status(phase, &status)),
+        Err(_) => Err(SessionError::Broken(late(peer, phase, limit))),
     }
 }
 

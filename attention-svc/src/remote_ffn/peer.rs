@@ -32,7 +32,7 @@ pub enum PeerState {
     },
     /// Somebody is there, and there is no session with it; what went wrong last. Another try may help.
     Apart {
-        /// "join: no answer within 5000 ms", or its own words.
+        /// "join: no answer from 10.0.0.1:7001 within 5.0 s (--link-timeout)", or its own words.
         last_error: String,
     },
     /// It answered and said no: another model, another shard count, a rank twice.

@@ -36,6 +36,11 @@ impl Process {
         let place = Place { deployment: identity.deployment.clone(), rank: identity.rank };
         Self { place, incarnation: identity.incarnation }
     }
+
+    /// Among the FFN ranks.
+    pub fn rank(&self) -> u32 {
+        self.place.rank
+    }
 }
 
 /// Why a process is not used.

@@ -15,7 +15,7 @@ use tonic::Code;
 use tonic::transport::Channel;
 
 use super::control::{SessionError, Shared};
-use super::joining::{combine_dtype, wire_kind, within};
+use super::joining::{combine_dtype, late, wire_kind, within};
 use super::stream_edge::StreamLink;
 
 /// What links that a stream drives need to know of this process.
@@ -58,6 +58,7 @@ impl From<StepError> for NotOpened {
 pub(super) async fn open(
     client: &mut FfnControlServiceClient<Channel>,
     kind: LinkKind,
+    peer: &str,
     joined: &v1::JoinResponse,
     shared: &Shared,
 ) -> Result<StreamLink, NotOpened> {
@@ -88,15 +89,13 @@ pub(super) async fn open(
         patience_ms: u32::try_from(stream.patience.as_millis()).unwrap_or(u32::MAX),
     };
     let request = v1::OpenLinksRequest { session_id: joined.session_id.clone(), links: vec![link] };
-    let opened = match tokio::time::timeout(settings.phase_timeout, client.open_links(request)).await {
+    let (limit, phase) = (settings.link_timeout, "open links");
+    let opened = match tokio::time::timeout(limit, client.open_links(request)).await {
         Ok(Err(status)) if status.code() == Code::FailedPrecondition => {
             return Err(NotOpened::NextKind(status.message().to_owned()));
         }
-        Ok(answer) => within(settings.phase_timeout, "open links", std::future::ready(answer)).await?,
-        Err(_) => {
-            let waited_ms = settings.phase_timeout.as_millis();
-            return Err(SessionError::Broken(format!("open links: no answer within {waited_ms} ms")).into());
-        }
+        Ok(answer) => within(limit, peer, phase, std::future::ready(answer)).await?,
+        Err(_) => return Err(SessionError::Broken(late(peer, phase, limit)).into()),
     };
     let grant = opened.into_inner().links.into_iter().next().unwrap_or_default();
     let (epoch, deadline) = (Epoch(grant.epoch), Duration::from_millis(grant.attach_timeout_ms.into()));

@@ -31,8 +31,8 @@ use crate::remote_ffn::streams::StreamPlace;
 
 /// Added to the hop timeout per outstanding row, so that a long prefill is not taken for a death.
 const HOP_TIMEOUT_PER_ROW: Duration = Duration::from_millis(5);
-/// For each of connecting, joining, opening links and attaching.
-const PHASE_TIMEOUT: Duration = Duration::from_secs(5);
+/// For what runs beside the engine to end after it.
+const FAREWELL: Duration = Duration::from_secs(5);
 
 /// What runs beside the engine.
 pub(super) enum Running {
@@ -110,7 +110,7 @@ pub(super) async fn open(
                 max_row_bytes: loaded.max_row_bytes(config.ffn.gate),
                 join_token: config.ffn.join_token.clone(),
                 tls: config.ffn.tls.clone(),
-                phase_timeout: PHASE_TIMEOUT,
+                link_timeout: config.ffn.link_timeout,
             };
             let (way, directory) = connect::remote(names.clone(), control, port);
             let stop = CancellationToken::new();
@@ -213,14 +213,14 @@ impl Running {
                     tracing::error!(%error, "stopping the FFN engine failed");
                 }
                 let Some(traces) = traces else { return };
-                match tokio::time::timeout(PHASE_TIMEOUT, traces).await {
+                match tokio::time::timeout(FAREWELL, traces).await {
                     Ok(Ok(traces)) => traces.end_spans(),
                     _ => tracing::warn!("the last spans of the FFN were not made"),
                 }
             }
             Self::Remote { task, stop, .. } => {
                 stop.cancel();
-                if tokio::time::timeout(PHASE_TIMEOUT, task).await.is_err() {
+                if tokio::time::timeout(FAREWELL, task).await.is_err() {
                     tracing::warn!("the FFN control tasks did not end in time");
                 }
             }
