@@ -28,7 +28,7 @@ mod zeroed;
 
 pub use cpu_products::multiplies_bf16;
 pub use crew::Crew;
-pub use mapped::MappedFile;
+pub use mapped::{MappedFile, Reads};
 pub use zeroed::zeroed_for_life;
 
 /// Why foreign memory cannot be used as asked.

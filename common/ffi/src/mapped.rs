@@ -21,6 +21,15 @@ pub struct MappedFile {
     map: Mmap,
 }
 
+/// How a file is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// Long pieces: what follows is read ahead.
+    InOrder,
+    /// A page here and there: no others are read along.
+    Scattered,
+}
+
 impl MappedFile {
     /// Maps a whole file. Reads nothing of it yet.
     ///
@@ -33,6 +42,16 @@ impl MappedFile {
         // changes the file meanwhile is the deployer's part of the contract above.
         let map = unsafe { Mmap::map(&file) }.map_err(fail)?;
         Ok(Box::leak(Box::new(Self { map })))
+    }
+
+    /// Says how it is going to be read next, which costs less then. Takes part in nothing else.
+    pub fn expect(&self, reads: Reads) {
+        let advice = match reads {
+            Reads::InOrder => Advice::Normal,
+            Reads::Scattered => Advice::Random,
+        };
+        // Advice: a kernel that cannot take it reads as it always does.
+        let _ = self.map.advise(advice);
     }
 
     /// The whole file.

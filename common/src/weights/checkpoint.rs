@@ -2,15 +2,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
+use std::ptr;
 
-use afd_ffi::{FfiError, MappedFile};
+use afd_ffi::{FfiError, MappedFile, Reads};
 use tch::{Kind, Tensor};
 
 use super::header::{self, Entry};
-use super::{Part, WeightError, fp8, sample};
+use super::{Part, WeightError, fp8};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+
+/// Bytes of a tensor that stand for its values.
+const SAMPLE_BYTES: usize = 64;
 
 pub(super) struct Checkpoint {
     tensors: BTreeMap<String, Stored>,
@@ -40,13 +44,18 @@ impl Checkpoint {
         entries.map(|entry| (entry.name.as_str(), entry.dtype.as_str(), entry.shape.as_slice()))
     }
 
-    /// The bytes that stand for the values of all tensors, in the order of the names.
-    pub(super) fn samples(&self) -> impl Iterator<Item = &[u8]> {
-        let tensors: Vec<_> = self.tensors.values().collect();
-        sample::chosen(tensors.len()).map(move |nth| {
-            let Stored { file, entry } = tensors[nth];
-            &file.bytes()[sample::middle(entry.begin, entry.end)]
-        })
+    /// Shows `see` the bytes that stand for the values of all tensors, in the order of the names: 64 from the middle of each,
+    /// a page of the file. Reading all would cost as much as loading what other roles own; leaving tensors out would let
+    /// single experts differ.
+    pub(super) fn sample(&self, mut see: impl FnMut(&[u8])) {
+        let mut files: Vec<&MappedFile> = self.tensors.values().map(|stored| stored.file).collect();
+        files.sort_unstable_by_key(|file| ptr::from_ref(*file));
+        files.dedup_by_key(|file| ptr::from_ref(*file));
+        files.iter().for_each(|file| file.expect(Reads::Scattered));
+        for Stored { file, entry } in self.tensors.values() {
+            see(&file.bytes()[middle(entry.begin, entry.end)]);
+        }
+        files.iter().for_each(|file| file.expect(Reads::InOrder));
     }
 
     /// As stored; `None` when there is no such tensor.
@@ -157,7 +166,7 @@ impl Checkpoint {
         let stored = names.iter().map(|name| self.find(name, shape)).collect::<Result<Vec<_>, _>>()?;
         let Some(first) = stored.first() else { return Ok(None) };
         let adjoin = |pair: &[&Stored]| {
-            std::ptr::eq(pair[0].file, pair[1].file) && pair[0].place(rows).end == pair[1].place(rows).start
+            ptr::eq(pair[0].file, pair[1].file) && pair[0].place(rows).end == pair[1].place(rows).start
         };
         let fits = Part::rows(rows.clone()).fits(shape);
         let same_kind = stored.iter().all(|stored| stored.entry.dtype == header::name_of(kind));
@@ -261,6 +270,25 @@ fn open_indexed(folder: &Path) -> Result<BTreeMap<String, Stored>, WeightError> 
     Ok(tensors)
 }
 
+/// The middle 64 bytes of a tensor that lies at `begin..end`, or all of a smaller one.
+fn middle(begin: usize, end: usize) -> Range<usize> {
+    let length = (end - begin).min(SAMPLE_BYTES);
+    let from = begin + (end - begin - length) / 2;
+    from..from + length
+}
+
 fn file_error(path: &Path, what: String) -> WeightError {
     WeightError::File { path: path.display().to_string(), what }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_middle_lies_within_the_tensor() {
+        assert_eq!(middle(100, 1100), 568..632);
+        assert_eq!(middle(100, 110), 100..110);
+        assert_eq!(middle(7, 7), 7..7);
+    }
 }

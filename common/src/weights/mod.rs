@@ -4,7 +4,7 @@
 //! What is stored in the compute dtype is viewed in place, so that the weights of all processes of a host share one page
 //! cache; what must be converted, cut by columns or dequantised is copied, and its pages are given back. Views are
 //! read-only: an in-place operation on one ends the process. In reading order: `header` (what a file says it holds),
-//! `checkpoint` (files to tensors), `sample` (what stands for the values), `fp8`, `dummy`.
+//! `checkpoint` (files to tensors, and what stands for their values), `fp8`, `dummy`.
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -19,7 +19,6 @@ mod checkpoint;
 mod dummy;
 mod fp8;
 mod header;
-mod sample;
 #[cfg(test)]
 mod tests;
 
@@ -131,7 +130,7 @@ impl Part {
 
 impl Weights {
     /// Maps the safetensors of a checkpoint folder, one file or several with an index. Reads and checks their headers, and
-    /// of the tensors a page each of a few, whichever role they belong to, for the [fingerprint](Self::fingerprint).
+    /// a page of every tensor, whichever role it belongs to, for the [fingerprint](Self::fingerprint).
     ///
     /// `kind` is the compute dtype: what [`tensor`](Self::tensor) returns.
     ///
@@ -144,7 +143,7 @@ impl Weights {
         for (name, dtype, shape) in checkpoint.list() {
             hash.update(format!("\n{name} {dtype} {shape:?}"));
         }
-        checkpoint.samples().for_each(|values| hash.update(values));
+        checkpoint.sample(|values| hash.update(values));
         Ok(Self::new(Source::Checkpoint(checkpoint), kind, hash))
     }
 

@@ -194,6 +194,22 @@ fn fingerprints_follow_names_types_shapes_values_and_configuration() {
 }
 
 #[test]
+fn a_fingerprint_sees_every_tensor_of_many() {
+    let names: Vec<String> = (0..600).map(|nth| format!("t{nth}")).collect();
+    let with_odd = |odd: usize| {
+        let tensors: Vec<(&str, &str, &[i64], Vec<u8>)> = names
+            .iter()
+            .enumerate()
+            .map(|(nth, name)| (name.as_str(), "F32", &[1][..], vec![u8::from(nth == odd); 4]))
+            .collect();
+        open_at(written(&tensors, false).path(), Kind::Float).unwrap().fingerprint().to_owned()
+    };
+    let none = with_odd(names.len());
+    let unseen: Vec<_> = (0..names.len()).filter(|&odd| with_odd(odd) == none).collect();
+    assert!(unseen.is_empty(), "{unseen:?}");
+}
+
+#[test]
 fn a_fingerprint_is_the_same_in_every_process_of_a_checkpoint_and_another_with_other_weights() {
     // In two files, of which a role may need one only.
     let copy = tempfile::tempdir().unwrap();
