@@ -61,6 +61,33 @@ async fn an_answer_under_way_is_finished_when_attention_is_terminated() -> anyho
     terminated(deployment.ffn.remove(0), LIMIT).await
 }
 
+/// Nothing is as patient as it was told to be towards an FFN when its own time is up.
+#[tokio::test]
+async fn attention_ends_within_its_drain_limit_though_a_step_waits_for_a_lost_ffn_rank() -> anyhow::Result<()>
+{
+    for signal in ["KILL", "STOP"] {
+        let patient = ["--drain-timeout", "1s", "--ffn-loss-timeout", "5min", "--hop-timeout", "2min"];
+        let mut deployment = start(&patient, &["--inject-delay", "5ms"]).await?;
+        let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+        let mut stream = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+        ensure!(stream.message().await?.is_some(), "no token");
+        let ffn = deployment.ffn.remove(0);
+        ffn.signal(signal)?;
+        let attention = deployment.attention.remove(0);
+        attention.signal("TERM")?;
+        ends_well(attention, LIMIT).await?;
+        let status = loop {
+            match stream.message().await {
+                Ok(Some(_)) => {}
+                Ok(None) => anyhow::bail!("SIG{signal}: the answer ended as if all were well"),
+                Err(status) => break status,
+            }
+        };
+        ensure!(status.code() == Code::Unavailable, "SIG{signal}: ended with {status:?}");
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn the_only_ffn_rank_ends_within_its_drain_limit_though_an_answer_is_under_way() -> anyhow::Result<()> {
     // Slow enough that the answer takes longer than the drain may.

@@ -7,7 +7,9 @@ use afd_common::ids::{Epoch, HopKey, StepId};
 use afd_common::link::LinkKind;
 use afd_common::telemetry::TraceContext;
 use tch::Tensor;
+use tokio::sync::watch;
 
+use super::EngineState;
 use super::trace::AttendRecord;
 use crate::device::StreamFfn;
 use crate::scheduler::Phase;
@@ -49,6 +51,10 @@ pub trait FfnPort: Send {
     /// [`FfnLoss`]; the engine then gives up the step (or, after [`FfnLoss::Rejected`], that stage).
     fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss>;
 
+    /// Tells where to look for when the engine has to have ended. A wait for ranks that are lost is over then at the latest;
+    /// an implementation that never waits for anybody needs none.
+    fn end_with(&mut self, _ending: Ending) {}
+
     /// Says what the step after the present one is going to be, as far as can be told: nothing to rely on. Called after
     /// `begin_step`; a `begin_step` that says otherwise, or [`withdraw`](Self::withdraw), supersedes it.
     fn announce_ahead(&mut self, _next: &StepOutline) {}
@@ -88,6 +94,25 @@ pub trait FfnPort: Send {
     /// Called between steps and whenever the engine was woken with nothing to run: adopt new links, drop broken ones.
     /// Must not wait.
     fn idle(&mut self);
+}
+
+/// When the engine has to have ended, once that is known.
+#[derive(Clone, Debug)]
+pub struct Ending(watch::Receiver<EngineState>);
+
+impl Ending {
+    /// As `state` says.
+    pub fn new(state: watch::Receiver<EngineState>) -> Self {
+        Self(state)
+    }
+
+    /// `None` while it is to go on.
+    pub fn deadline(&self) -> Option<Instant> {
+        match *self.0.borrow() {
+            EngineState::Draining { deadline } => Some(deadline),
+            _ => None,
+        }
+    }
 }
 
 /// What a step is going to send: bounds for the other side, not facts.

@@ -26,7 +26,7 @@ mod trace;
 pub use attention_port::{AttentionError, AttentionPort, DecodeRun, DecodeStage, EagerReason};
 pub use cached_attention::CachedAttention;
 pub use config::{EngineConfig, EngineConfigError};
-pub use ffn_port::{DeviceTimes, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
+pub use ffn_port::{DeviceTimes, Ending, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 pub use forward::{DeviceChoice, StageOutput};
 pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};

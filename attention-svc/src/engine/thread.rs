@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use afd_common::link::Doorbell;
 use tokio::sync::watch;
 
+use super::ffn_port::Ending;
 use super::handle::Command;
 use super::run::Engine;
 use super::{
@@ -39,7 +40,7 @@ pub enum EngineStartError {
 pub fn spawn<A: AttentionPort + 'static>(
     config: EngineConfig,
     attention: A,
-    ffn: Box<dyn FfnPort>,
+    mut ffn: Box<dyn FfnPort>,
     bell: Doorbell,
     metrics: Arc<EngineMetrics>,
 ) -> Result<(EngineHandle, JoinHandle<Result<(), EngineDeath>>), EngineStartError> {
@@ -51,6 +52,7 @@ pub fn spawn<A: AttentionPort + 'static>(
     }));
     let (handle, commands) =
         EngineHandle::new(&config, bell.clone(), Arc::clone(&state), Arc::clone(&metrics));
+    ffn.end_with(Ending::new(state.subscribe()));
     let engine = Engine::new(config, attention, ffn, commands, bell, state, metrics);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || live(engine))?;
     Ok((handle, thread))

@@ -24,7 +24,7 @@ use super::settings::PortSettings;
 use super::stats::FfnStats;
 use super::streams::Streams;
 use crate::device::StreamFfn;
-use crate::engine::{DeviceTimes, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
+use crate::engine::{DeviceTimes, Ending, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 
 mod hops;
 mod members;
@@ -54,7 +54,11 @@ pub struct RemoteFfn {
     bereft_since: Option<Instant>,
     stats: Arc<FfnStats>,
     standing: Sentence,
+    ending: Option<Ending>,
 }
+
+/// Why a wait was given up that nothing but time was against.
+const ENDING: &str = "no longer waited for: this process ends (--drain-timeout)";
 
 /// Says how the FFN ranks stand, whenever it is asked.
 pub type Sentence = Arc<dyn Fn() -> String + Send + Sync>;
@@ -95,6 +99,7 @@ impl RemoteFfn {
             bereft_since: Some(started),
             stats,
             standing,
+            ending: None,
         }
     }
 
@@ -126,6 +131,10 @@ impl FfnPort for RemoteFfn {
         self.announced.begin(outline, self.edges.iter(), &self.stats);
         self.recorder.begin_step(outline.trace.is_some() || outline.profile);
         Ok(())
+    }
+
+    fn end_with(&mut self, ending: Ending) {
+        self.ending = Some(ending);
     }
 
     fn max_stages(&self) -> usize {
@@ -175,8 +184,15 @@ impl FfnPort for RemoteFfn {
             {
                 return Err(self.unavailable(shard));
             }
+            let ending = self.ending.as_ref().and_then(Ending::deadline);
+            if ending.is_some_and(|deadline| self.clock.now() >= deadline) {
+                return Err(FfnLoss::Unavailable { peer: hop.to_string(), what: ENDING.into() });
+            }
             match [overdue, bereft.map(|(_, until)| until)].into_iter().flatten().min() {
-                Some(deadline) => self.clock.wait(&self.bell, seen, deadline),
+                Some(deadline) => {
+                    let deadline = ending.map_or(deadline, |ending| deadline.min(ending));
+                    self.clock.wait(&self.bell, seen, deadline);
+                }
                 None if self.hops.table.is_empty() => {
                     return Err(FfnLoss::Fatal { what: format!("{hop} was never dispatched") });
                 }
