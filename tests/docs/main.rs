@@ -88,7 +88,7 @@ fn the_limits_of_the_phases_are_those_of_the_options() -> anyhow::Result<()> {
         ensure!(listed.ends_with(&format!("| {default} |")), "{phase}: {default} is not that of {listed}");
     }
     let phases: Vec<&str> = rows.iter().map(|row| row[0]).collect();
-    ensure!(phases == ["join", "open links", "hop"], "{phases:?}");
+    ensure!(phases == ["join", "open links", "warm-up", "hop"], "{phases:?}");
     Ok(())
 }
 

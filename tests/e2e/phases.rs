@@ -1,12 +1,16 @@
-//! A rank that falls silent while it is joined: what is said of it names it, the phase, the time and the option.
+//! From the first connection to ready: a rank that falls silent on the way is named with the phase, the time and the
+//! option, and those that answer are warm before anybody is served.
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::v1::ffn_control_service_server::{FfnControlService, FfnControlServiceServer};
+use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use afd_tests::fixtures;
-use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
-use anyhow::ensure;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Pass, Process};
+use afd_tests::oracle;
+use anyhow::{Context, ensure};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::{Channel, Server};
@@ -15,6 +19,9 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::start;
 
 const MODEL: &str = "tiny-mixtral";
+const LIMIT: Duration = Duration::from_secs(30);
+/// Layers of the model, stages of a step with `--stages 2`, shapes of the warm-up.
+const WARM_UP_HOPS: f64 = 4.0 * 2.0 * 2.0;
 
 /// The call that is never answered.
 #[derive(Clone, Copy, PartialEq)]
@@ -103,4 +110,102 @@ async fn a_rank_that_falls_silent_while_it_is_joined_is_named_with_phase_time_an
         ensure!(code == 1 && last.contains(&said), "exit code {code}, `{said}` is not said:\n{log}");
     }
     Ok(())
+}
+
+/// A number that a process shows.
+async fn metric(address: SocketAddr, name: &str) -> anyhow::Result<f64> {
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let text = client.get(format!("http://{address}/metrics")).send().await?.text().await?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    value.with_context(|| format!("{address} shows no {name}"))
+}
+
+/// The model's own continuation of a prompt, asked of one attention rank.
+async fn serves(address: SocketAddr) -> anyhow::Result<()> {
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    let request = v1::GenerateRequest {
+        prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids: expected.input_ids })),
+        sampling: Some(v1::SamplingParams { temperature: Some(0.0), ..Default::default() }),
+        stop: Some(v1::StopConditions {
+            max_tokens: Some(expected.generated_ids.len() as u32),
+            ignore_eos: Some(true),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let mut client = InferenceServiceClient::new(Pass::default().grpc(address).await?);
+    let (mut stream, mut emitted) = (client.generate(request).await?.into_inner(), Vec::new());
+    while let Some(piece) = stream.message().await? {
+        emitted.extend(piece.token_ids);
+    }
+    oracle::same(&expected.generated_ids, &emitted)
+}
+
+async fn until(
+    process: &Process,
+    what: &str,
+    is_so: impl AsyncFn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while !is_so().await? {
+        ensure!(Instant::now() < deadline, "{what}: not so\n{}", process.log());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
+}
+
+async fn until_ready(process: &Process, address: SocketAddr) -> anyhow::Result<()> {
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let url = format!("http://{address}/ready");
+    until(process, "ready", async || Ok(client.get(&url).send().await?.status() == 200)).await
+}
+
+#[tokio::test]
+async fn every_replica_is_warm_before_attention_is_ready_and_one_that_does_not_answer_is_lost_by_name()
+-> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint(MODEL));
+    let mut ranks = Vec::new();
+    for (rank, name) in [("0", "F0"), ("1", "F1"), ("2", "F2")] {
+        ranks.push(start::ffn(&model, &["--shard", "0/2", "--rank", rank], folder.path(), name)?);
+    }
+    let mut addresses = Vec::new();
+    for rank in &mut ranks {
+        addresses.push(rank.address(LIMIT)?);
+    }
+    // The other shard comes last: until then attention cannot be ready.
+    let last = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let names: Vec<String> = addresses.iter().chain([&last]).map(ToString::to_string).collect();
+    let more = ["--stages", "2", "--warmup-timeout", "500ms"];
+    let mut attention = start::attention(&model, &names.join(","), &more, folder.path(), "A0")?;
+    let address = attention.address(LIMIT)?;
+    let joined = async || Ok(attention.log().matches("FFN rank joined").count() == 3);
+    until(&attention, "three replicas join", joined).await?;
+    ranks[2].signal("STOP")?;
+    let listen = last.to_string();
+    let other =
+        start::ffn(&model, &["--listen", &listen, "--shard", "1/2", "--rank", "3"], folder.path(), "F3")?;
+    until_ready(&attention, address).await?;
+    for warm in [addresses[0], addresses[1], last] {
+        let hops = metric(warm, "afd_ffn_hops_total").await?;
+        ensure!(hops >= WARM_UP_HOPS, "ready, and {warm} has had {hops} hops:\n{}", attention.log());
+    }
+    ensure!(metric(address, "afd_steps_total").await? == 0.0, "the warm-up counts as steps");
+    ensure!(metric(address, "afd_kv_blocks_used").await? == 0.0, "the warm-up holds blocks");
+    let log = attention.log();
+    let lost = log.lines().find(|line| line.contains("FFN rank lost")).unwrap_or_default();
+    for part in [&format!("F2 at {}", addresses[2]), "within 500 ms for", "(--warmup-timeout)"] {
+        ensure!(lost.contains(part), "`{part}` is not said:\n{log}\n{}", other.log());
+    }
+    serves(address).await
+}
+
+#[tokio::test]
+async fn the_ffn_in_the_same_process_is_warm_too() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let mut attention =
+        start::attention(&fixtures::checkpoint(MODEL), "local", &["--stages", "2"], folder.path(), "A0")?;
+    let address = attention.address(LIMIT)?;
+    until_ready(&attention, address).await?;
+    ensure!(metric(address, "afd_hops_total").await? == WARM_UP_HOPS, "{}", attention.log());
+    serves(address).await
 }

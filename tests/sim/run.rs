@@ -168,6 +168,7 @@ impl Straw {
             phase: Phase::Decode,
             stage_rows: rows.iter().map(|rows| *rows as usize).collect(),
             profile: false,
+            warmup: false,
             trace: None,
         };
         self.port.begin_step(&outline)?;
@@ -272,6 +273,7 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
         rank: dice.between(0, 3) as u32,
         hop_timeout: HOP_TIMEOUT,
         hop_timeout_per_row: Duration::from_millis(1),
+        warmup_timeout: HOP_TIMEOUT,
         loss_timeout: LOSS_TIMEOUT,
         model: model(),
         experts: ExpertRules {

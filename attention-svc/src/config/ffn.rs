@@ -35,6 +35,8 @@ pub struct FfnConfig {
     pub join_timeout: Duration,
     /// For each phase of joining one rank.
     pub link_timeout: Duration,
+    /// For an answer or progress of a rank that is warmed up.
+    pub warmup_timeout: Duration,
     /// For an answer or progress.
     pub hop_timeout: Duration,
     /// For a replacement.
@@ -63,6 +65,7 @@ impl FfnConfig {
             tls: ffn_tls(args)?,
             join_timeout: time("--join-timeout", args.join_timeout, 120)?,
             link_timeout: time("--link-timeout", args.link_timeout, 5)?,
+            warmup_timeout: time("--warmup-timeout", args.warmup_timeout, 30)?,
             hop_timeout: time("--hop-timeout", args.hop_timeout, 5)?,
             loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
         })

@@ -63,6 +63,7 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--kv-cache-memory", "lots"], &["--kv-cache-memory", "lots", "1.5GiB"]),
         (&["--join-timeout", "soon"], &["--join-timeout", "soon"]),
         (&["--link-timeout", "0s"], &["--link-timeout"]),
+        (&["--warmup-timeout", "0s"], &["--warmup-timeout"]),
         (&["--hop-timeout", "0s"], &["--hop-timeout"]),
         (&["--max-num-batched-tokens", "8", "--max-num-seqs", "9"], &["--max-num-batched-tokens", "8", "9"]),
         (&["--stages", "5"], &["--stages", "5"]),

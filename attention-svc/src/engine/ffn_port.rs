@@ -83,7 +83,23 @@ pub trait FfnPort: Send {
         None
     }
 
-    /// Whether every shard has a warm rank. The engine schedules nothing while this is false.
+    /// Whether its ranks are to be warmed up before the first step that serves somebody.
+    fn warms_up(&self) -> bool {
+        false
+    }
+
+    /// Steps with [`StepOutline::warmup`] are about to come: every rank that is there now counts as cold. Whether such steps
+    /// are of any use.
+    fn begin_warm_up(&mut self) -> bool {
+        false
+    }
+
+    /// The steps since the last call have warmed the ranks that they went to. Whether others are still cold.
+    fn handle_warm(&mut self) -> bool {
+        false
+    }
+
+    /// Whether every shard has a rank. The engine schedules nothing while this is false.
     fn ready(&self) -> bool;
 
     /// Which ranks are missing now, for people.
@@ -126,6 +142,8 @@ pub struct StepOutline {
     pub stage_rows: Vec<usize>,
     /// Whether the times of its hops are wanted from both sides.
     pub profile: bool,
+    /// Nobody waits for its tokens: it goes to ranks that are [cold](FfnPort::begin_warm_up), all rows to every shard.
+    pub warmup: bool,
     /// The step's own span, when its hops are to be recorded as children of it.
     pub trace: Option<TraceContext>,
 }

@@ -38,6 +38,8 @@ pub(super) struct Engine<A: AttentionPort> {
     pub(super) stage_counts: StageCounts,
     pub(super) profile: Option<Profile>,
     pub(super) last_step: StepId,
+    /// The FFN ranks that were there before the first step have been warmed up.
+    pub(super) ranks_are_warm: bool,
     /// Set while the FFN cannot be used.
     pub(super) loss: Option<Loss>,
 }
@@ -81,6 +83,7 @@ impl<A: AttentionPort> Engine<A> {
             stage_counts,
             profile: None,
             last_step: StepId(0),
+            ranks_are_warm: false,
             loss: None,
         }
     }

@@ -154,6 +154,7 @@ impl<A: AttentionPort> Engine<A> {
             phase: step.phase(),
             stage_rows: stages.iter().map(|stage| stage.batch.input_ids.len()).collect(),
             profile: self.profile.is_some(),
+            warmup: false,
             trace: trace.map(|trace| trace.context),
         }
     }

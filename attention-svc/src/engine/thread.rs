@@ -45,7 +45,7 @@ pub fn spawn<A: AttentionPort + 'static>(
     metrics: Arc<EngineMetrics>,
 ) -> Result<(EngineHandle, JoinHandle<Result<(), EngineDeath>>), EngineStartError> {
     config.check()?;
-    let state = Arc::new(watch::Sender::new(if attention.warms_up() {
+    let state = Arc::new(watch::Sender::new(if attention.warms_up() || ffn.warms_up() {
         EngineState::Warming
     } else {
         EngineState::Running

@@ -120,6 +120,7 @@ pub fn step_plan(outline: &StepOutline) -> v1::StepPlan {
         phase: phase.into(),
         traceparent: outline.trace.map(|trace| trace.to_string()).unwrap_or_default(),
         sampled: outline.trace.is_some(),
+        warmup: outline.warmup,
         profile: outline.profile,
         ..v1::StepPlan::default()
     }
@@ -173,6 +174,7 @@ mod tests {
             stage_rows: vec![rows],
             trace: None,
             profile: false,
+            warmup: false,
         }
     }
 

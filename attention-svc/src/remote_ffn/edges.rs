@@ -33,12 +33,19 @@ impl OfShard for Edge {
 pub struct Edges<E = Edge> {
     shards: Vec<Vec<E>>,
     rank: usize,
+    /// Were there when the warm-up began, and have had no whole round of it yet.
+    cold: Vec<EdgeId>,
+    /// The present step goes to cold edges.
+    is_warming: bool,
+    /// One of the present round was taken out in the middle: whoever took its place had only a part.
+    is_disturbed: bool,
 }
 
 impl<E: OfShard> Edges<E> {
     /// None yet. Attention ranks are spread over the replicas of a shard by their own `rank`.
     pub fn new(rank: u32) -> Self {
-        Self { shards: Vec::new(), rank: rank as usize }
+        let shards = Vec::new();
+        Self { shards, rank: rank as usize, cold: Vec::new(), is_warming: false, is_disturbed: false }
     }
 
     /// Shards of the deployment; 0 while no rank has joined.
@@ -90,8 +97,33 @@ impl<E: OfShard> Edges<E> {
     pub fn remove(&mut self, id: EdgeId) -> Option<E> {
         self.shards.iter_mut().find_map(|edges| {
             let index = edges.iter().position(|edge| edge.id() == id)?;
+            self.cold.retain(|cold| *cold != id);
+            self.is_disturbed |= self.is_warming;
             Some(edges.remove(index))
         })
+    }
+
+    /// Every edge that is there now is cold.
+    pub fn begin_warm_up(&mut self) {
+        self.cold = self.iter().map(OfShard::id).collect();
+        self.is_disturbed = false;
+    }
+
+    /// Whether the steps from now on go to edges that are cold, where a shard has one.
+    pub fn set_warming(&mut self, is_warming: bool) {
+        self.is_warming = is_warming;
+    }
+
+    /// A round of warm-up steps is over: its edges are warm, unless one of them was lost. Whether others are cold.
+    pub fn handle_warm(&mut self) -> bool {
+        if !std::mem::take(&mut self.is_disturbed) {
+            let Self { shards, cold, .. } = self;
+            for edges in shards {
+                let warmed = edges.iter().map(OfShard::id).find(|id| cold.contains(id));
+                cold.retain(|id| Some(*id) != warmed);
+            }
+        }
+        !self.cold.is_empty()
     }
 
     /// Whether a shard has an edge.
@@ -102,11 +134,77 @@ impl<E: OfShard> Edges<E> {
     /// The edge of a shard that this attention rank uses. One that drains is the last resort.
     pub fn choose(&mut self, shard: usize) -> Option<&mut E> {
         let edges = self.shards.get_mut(shard)?;
+        if self.is_warming
+            && let Some(at) = edges.iter().position(|edge| self.cold.contains(&edge.id()))
+        {
+            return edges.get_mut(at);
+        }
         let staying = edges.iter().filter(|edge| !edge.is_draining()).count();
         if staying == 0 {
             let nth = self.rank.checked_rem(edges.len())?;
             return edges.get_mut(nth);
         }
         edges.iter_mut().filter(|edge| !edge.is_draining()).nth(self.rank % staying)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Named(u64, Shard);
+
+    impl OfShard for Named {
+        fn id(&self) -> EdgeId {
+            EdgeId(self.0)
+        }
+
+        fn shard(&self) -> Shard {
+            self.1
+        }
+
+        fn is_draining(&self) -> bool {
+            false
+        }
+    }
+
+    /// Three replicas of shard 0 and one of shard 1; the warm-up has begun.
+    fn cold() -> Edges<Named> {
+        let mut edges = Edges::new(0);
+        for (id, shard) in [(1, 0), (2, 0), (3, 0), (4, 1)] {
+            assert!(edges.adopt(Named(id, Shard::new(shard, 2).unwrap())).is_ok());
+        }
+        edges.begin_warm_up();
+        edges.set_warming(true);
+        edges
+    }
+
+    fn chosen(edges: &mut Edges<Named>) -> [u64; 2] {
+        [0, 1].map(|shard| edges.choose(shard).unwrap().0)
+    }
+
+    #[test]
+    fn every_edge_has_its_round_of_the_warm_up_and_later_ones_have_none() {
+        let mut edges = cold();
+        assert!(edges.adopt(Named(5, Shard::new(1, 2).unwrap())).is_ok());
+        for (round, is_any_left) in [([1, 4], true), ([2, 4], true), ([3, 4], false)] {
+            assert_eq!(chosen(&mut edges), round);
+            assert_eq!(edges.handle_warm(), is_any_left);
+        }
+        edges.set_warming(false);
+        assert_eq!(chosen(&mut edges), [1, 4]);
+    }
+
+    #[test]
+    fn a_round_in_which_an_edge_was_lost_is_run_again_by_the_others() {
+        let mut edges = cold();
+        assert_eq!(chosen(&mut edges), [1, 4]);
+        assert!(edges.remove(EdgeId(1)).is_some());
+        assert_eq!(chosen(&mut edges), [2, 4]);
+        assert!(edges.handle_warm(), "2 has had a part of a round only");
+        assert_eq!(chosen(&mut edges), [2, 4]);
+        assert!(edges.handle_warm());
+        assert_eq!(chosen(&mut edges), [3, 4]);
+        assert!(!edges.handle_warm());
     }
 }

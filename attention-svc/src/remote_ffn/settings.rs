@@ -23,6 +23,8 @@ pub struct PortSettings {
     pub hop_timeout: Duration,
     /// Added to it per outstanding row, so that a long prefill is not taken for a death.
     pub hop_timeout_per_row: Duration,
+    /// The same for a hop of a step that warms ranks up, however many rows it has.
+    pub warmup_timeout: Duration,
     /// Time a shard may have no rank before its requests fail.
     pub loss_timeout: Duration,
     /// What the model's layers are, for where their experts are.

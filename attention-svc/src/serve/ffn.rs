@@ -63,6 +63,7 @@ pub(super) async fn open(
         rank: config.ffn.rank,
         hop_timeout: config.ffn.hop_timeout,
         hop_timeout_per_row: HOP_TIMEOUT_PER_ROW,
+        warmup_timeout: config.ffn.warmup_timeout,
         loss_timeout: config.ffn.loss_timeout,
         model: Arc::new(loaded.config.clone()),
         experts: loaded.experts.clone(),

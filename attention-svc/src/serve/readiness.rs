@@ -18,7 +18,7 @@ pub(super) fn follow(
         loop {
             let now = match (&*state.borrow_and_update(), *ffn_ready.borrow_and_update()) {
                 (EngineState::Warming, true) => {
-                    Readiness::Waiting(Reason::from("decode steps are being made ready"))
+                    Readiness::Waiting(Reason::from("steps are being made ready"))
                 }
                 (EngineState::Running, true) => Readiness::Ready,
                 (EngineState::Warming | EngineState::Running, false) => Readiness::Waiting(missing.clone()),

@@ -92,13 +92,17 @@ impl RemoteFfn {
         let (id, since_us) = self.hops.table.oldest_wait()?;
         let edge = self.edges.iter().find(|edge| edge.id == id)?;
         let num_rows = self.hops.num_rows();
-        let allowed = self.settings.hop_timeout + self.settings.hop_timeout_per_row * num_rows;
+        let PortSettings { hop_timeout, hop_timeout_per_row, warmup_timeout, .. } = self.settings;
+        let (allowed, option) = match self.is_warming {
+            true => (warmup_timeout, "--warmup-timeout"),
+            false => (hop_timeout + hop_timeout_per_row * num_rows, "--hop-timeout"),
+        };
         let moved = edge.control.as_ref().and_then(|control| control.life.moved_at());
         let sent = self.started + Duration::from_micros(since_us);
         let overdue = moved.map_or(sent, |moved| sent.max(moved)) + allowed;
         if self.clock.now() >= overdue {
             let (allowed, rows) = (span(allowed), count(num_rows, "row"));
-            let why = format!("no answer and no progress within {allowed} for {rows} (--hop-timeout)");
+            let why = format!("no answer and no progress within {allowed} for {rows} ({option})");
             self.handle_down(id, &why);
         }
         Some(overdue)

@@ -40,6 +40,8 @@ pub struct RemoteFfn {
     /// Ranks whose links a stream drives; where every shard has one, steps go that way.
     streams: Option<Streams>,
     hops: Outstanding,
+    /// The present step only warms ranks up.
+    is_warming: bool,
     /// Of the hop that is being added up; empty otherwise.
     parts: Vec<(usize, Tensor)>,
     /// Where experts are, once it is known how many shards there are.
@@ -89,6 +91,7 @@ impl RemoteFfn {
             bell,
             events,
             hops: Outstanding::default(),
+            is_warming: false,
             parts: Vec::new(),
             placement: None,
             gathered: Vec::new(),
@@ -128,6 +131,8 @@ impl FfnPort for RemoteFfn {
         if let Some(shard) = self.edges.first_bereft() {
             return Err(self.unavailable(shard));
         }
+        self.is_warming = outline.warmup;
+        self.edges.set_warming(outline.warmup);
         self.announced.begin(outline, self.edges.iter(), &self.stats);
         self.recorder.begin_step(outline.trace.is_some() || outline.profile);
         Ok(())
@@ -180,7 +185,7 @@ impl FfnPort for RemoteFfn {
             let overdue = self.expire_overdue();
             let bereft = self.bereft();
             if let Some((shard, until)) = bereft
-                && self.clock.now() >= until
+                && (self.is_warming || self.clock.now() >= until)
             {
                 return Err(self.unavailable(shard));
             }
@@ -203,6 +208,8 @@ impl FfnPort for RemoteFfn {
 
     fn end_step(&mut self, _step: StepId) {
         self.hops.clear();
+        self.is_warming = false;
+        self.edges.set_warming(false);
         self.announced.end();
         let now = self.clock.now();
         if let Some(streams) = &mut self.streams {
@@ -232,6 +239,21 @@ impl FfnPort for RemoteFfn {
 
     fn device_times(&self) -> Option<&DeviceTimes> {
         self.streams.as_ref().and_then(Streams::times)
+    }
+
+    fn warms_up(&self) -> bool {
+        true
+    }
+
+    // Links that a stream drives are warmed up with its graphs.
+    fn begin_warm_up(&mut self) -> bool {
+        self.idle();
+        self.edges.begin_warm_up();
+        !self.by_stream()
+    }
+
+    fn handle_warm(&mut self) -> bool {
+        self.edges.handle_warm()
     }
 
     fn ready(&self) -> bool {

@@ -45,7 +45,7 @@ impl RemoteFfn {
         };
         let side = cycle.as_ref().unwrap_or(side);
         let mut kept = Kept::new(hop, rows, side, self.settings.rows).map_err(|error| error.to_string())?;
-        if let Some(placed) = placed.filter(|placed| placed.num_shards() > 1) {
+        if let Some(placed) = placed.filter(|placed| placed.num_shards() > 1 && !self.is_warming) {
             kept.route(placed).map_err(|error| error.to_string())?;
         }
         Ok(kept)
