@@ -31,7 +31,7 @@ impl Staging {
         let bytes = len.max(16);
         // SAFETY: the context is current; the memory is page-aligned and `bytes` long, owned below.
         let made = bind.and_then(|()| unsafe {
-            sys::cuMemHostAlloc(&mut pointer, bytes, 0).result()?;
+            sys::cuMemHostAlloc(&mut pointer, bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP).result()?;
             std::ptr::write_bytes(pointer.cast::<u8>(), 0, bytes);
             Ok(())
         });
@@ -91,6 +91,28 @@ impl Staging {
             result::memcpy_dtoh_async(to, from.address(), stream.raw().cast())
         });
         done.map_err(GpuError::driver("copying from the device"))?;
+        self.copying = Some(stream.mark(false)?);
+        Ok(())
+    }
+
+    /// Where kernels find the first `bytes` bytes, which the last copy no longer needs; [`end_copy`](Self::end_copy) follows.
+    pub(crate) fn begin_copy(&mut self, bytes: usize) -> Result<u64, GpuError> {
+        if bytes > self.len.max(16) {
+            return Err(GpuError::TooSmall { what: "staging memory", found: self.len, needed: bytes });
+        }
+        self.settle()?;
+        let mut address = 0;
+        let bind = self.device.context().bind_to_thread();
+        // SAFETY: memory of cuMemHostAlloc, which the device can address.
+        let found = bind.and_then(|()| unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut address, self.memory.cast(), 0).result()
+        });
+        found.map_err(GpuError::driver("addressing host memory"))?;
+        Ok(address)
+    }
+
+    /// A kernel that reaches for the memory has been enqueued: nobody touches it before that has ended.
+    pub(crate) fn end_copy(&mut self, stream: &Stream) -> Result<(), GpuError> {
         self.copying = Some(stream.mark(false)?);
         Ok(())
     }

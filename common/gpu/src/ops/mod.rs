@@ -1,6 +1,7 @@
 //! What a decoder layer needs for few rows, each made of one or a few kernels: made once for its shapes, then enqueued
 //! as often as one likes, also into a graph. Nothing here allocates when it is enqueued.
 mod ahead;
+mod carry;
 mod gqa;
 mod mla;
 mod moe;
@@ -9,6 +10,7 @@ mod rows;
 mod sample;
 
 pub use ahead::Ahead;
+pub use carry::Follow;
 pub use gqa::{GqaDecode, GqaStep};
 pub use mla::{Mla, MlaShape, MlaStep};
 pub use moe::{

@@ -11,6 +11,7 @@ pub struct Rows {
     mla_write: Kernel,
     gqa_write: Kernel,
     argmax: Kernel,
+    pub(super) carry: Kernel,
 }
 
 /// Rows on their way through a norm.
@@ -149,6 +150,7 @@ impl Rows {
             mla_write: kernel("mla_write")?,
             gqa_write: kernel("gqa_write")?,
             argmax: kernel("argmax")?,
+            carry: kernel("carry")?,
         })
     }
 
