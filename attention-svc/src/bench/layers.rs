@@ -79,7 +79,7 @@ pub(super) async fn measure(
                     all_begun.notify_one();
                 }
             };
-            let answer = target.ask(prompt, first).await;
+            let answer = target.ask(target.write(&prompt), first).await;
             ended.notify_one();
             answer.map(drop)
         })

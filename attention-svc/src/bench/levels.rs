@@ -1,11 +1,11 @@
 //! How much load, and in which shape.
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use futures::stream::{self, StreamExt};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use tokio::task::JoinSet;
 
 use super::BenchError;
 use super::request::{Answer, Prompt, Target};
@@ -92,19 +92,17 @@ impl Prompts {
 /// [`BenchError::AllFailed`].
 pub(super) async fn run(target: &Target, level: Level, prompts: &Prompts) -> Result<Outcome, BenchError> {
     let mut rng = ChaCha8Rng::seed_from_u64(prompts.seed);
-    let all: Vec<Prompt> = (0..level.requests).map(|_| prompts.prompt(&mut rng)).collect();
+    let all: Vec<Vec<u8>> = (0..level.requests).map(|_| target.write(&prompts.prompt(&mut rng))).collect();
     let begun = Instant::now();
     let results: Vec<Result<Answer, String>> = match level.shape {
-        Shape::Concurrency(n) => {
-            stream::iter(all).map(|prompt| target.ask(prompt, || ())).buffer_unordered(n).collect().await
-        }
+        Shape::Concurrency(n) => in_flight(target, n, all).await,
         Shape::Rate(rate) => {
             let starts = arrivals(rate, all.len(), &mut rng);
-            let asks = all.into_iter().zip(starts).map(|(prompt, start)| {
+            let asks = all.into_iter().zip(starts).map(|(body, start)| {
                 let (target, at) = (Arc::new(target.clone()), begun + start);
                 async move {
                     tokio::time::sleep_until(at.into()).await;
-                    target.ask(prompt, || ()).await
+                    target.ask(body, || ()).await
                 }
             });
             futures::future::join_all(asks).await
@@ -124,6 +122,34 @@ pub(super) async fn run(target: &Target, level: Level, prompts: &Prompts) -> Res
         }
         _ => Ok(outcome),
     }
+}
+
+/// Asks everything, `n` at a time. Each of them by a task of its own: one that has so many connections to open would keep all of
+/// them waiting for the last.
+async fn in_flight(target: &Target, n: usize, all: Vec<Vec<u8>>) -> Vec<Result<Answer, String>> {
+    let queue = Arc::new(Mutex::new(all.into_iter()));
+    let next = |queue: &Mutex<std::vec::IntoIter<Vec<u8>>>| {
+        queue.lock().unwrap_or_else(std::sync::PoisonError::into_inner).next()
+    };
+    let mut askers = JoinSet::new();
+    for _ in 0..n {
+        let (target, queue) = (target.clone(), Arc::clone(&queue));
+        askers.spawn(async move {
+            let mut results = Vec::new();
+            while let Some(body) = next(&queue) {
+                results.push(target.ask(body, || ()).await);
+            }
+            results
+        });
+    }
+    let mut results = Vec::new();
+    while let Some(joined) = askers.join_next().await {
+        match joined {
+            Ok(asked) => results.extend(asked),
+            Err(error) => results.push(Err(error.to_string())),
+        }
+    }
+    results
 }
 
 /// When `count` requests of a Poisson process of `rate` a second start: times between them are exponential.

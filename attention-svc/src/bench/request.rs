@@ -114,8 +114,8 @@ impl Target {
         page(request).await.map_err(|what| format!("{url}: {what} (--join-token-file)"))
     }
 
-    /// Asks and waits for the whole answer, saying when its first token is there; on a failure says why.
-    pub(super) async fn ask(&self, prompt: Prompt, on_first: impl FnOnce()) -> Result<Answer, String> {
+    /// The request for a prompt, ready to be sent: writing it takes as long as a few tokens, which are not the server's.
+    pub(super) fn write(&self, prompt: &Prompt) -> Vec<u8> {
         let body = json!({
             "model": self.model,
             "prompt": prompt.ids,
@@ -125,7 +125,14 @@ impl Target {
             "stream": true,
             "stream_options": {"include_usage": true},
         });
-        let request = self.client.post(format!("{}/v1/completions", self.url)).json(&body);
+        body.to_string().into_bytes()
+    }
+
+    /// Sends what was [written](Self::write) and waits for the whole answer, saying when its first token is there; on a
+    /// failure says why.
+    pub(super) async fn ask(&self, body: Vec<u8>, on_first: impl FnOnce()) -> Result<Answer, String> {
+        let request = self.client.post(format!("{}/v1/completions", self.url));
+        let request = request.header(reqwest::header::CONTENT_TYPE, "application/json").body(body);
         let begun = Instant::now();
         let answer = self.authorized(request).send().await.map_err(|e| chain(&e))?;
         if !answer.status().is_success() {
