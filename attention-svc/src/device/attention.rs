@@ -9,15 +9,16 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use afd_gpu::ops::{
-    Ahead, GemmShape, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows,
-    Product, ProductKernels, RowPlaces, Rows, Sample,
+    Ahead, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows,
+    ProductKernels, RowPlaces, Rows, Sample,
 };
 use afd_gpu::{Device, GpuError, Region, Staging, Stream};
 
 use super::inputs::Inputs;
+use super::products::{Operands, Products, of_values, widths};
 use super::stream_ffn::Summand;
-use crate::engine::DeviceChoice;
-use crate::model::{AttentionShape, KernelAttention, KernelLayer, KernelModel, KernelShape};
+use crate::engine::{DecodeStage, DeviceChoice};
+use crate::model::{AttentionShape, KernelAttention, KernelModel, KernelShape};
 
 /// Epsilon of the norm of the latent, whatever the model's own is.
 const LATENT_NORM_EPS: f32 = 1e-6;
@@ -53,7 +54,8 @@ pub(super) struct StageRows {
     intervals: Region,
     /// Both, one behind the other.
     outcome: Region,
-    outcome_here: Staging,
+    /// Of a step, and of the one behind it.
+    outcomes_here: [Staging; 2],
     products: BTreeMap<usize, Products>,
     addresses: Option<(Vec<u64>, Region)>,
 }
@@ -62,15 +64,6 @@ pub(super) struct StageRows {
 enum Attend {
     Mla(Box<Mla>),
     Gqa(Box<GqaDecode>),
-}
-
-/// Matrix products for some padded rows.
-struct Products {
-    projection: Product,
-    /// W_UK and W_UV, head by head.
-    absorb: Option<(Product, Product)>,
-    out: Product,
-    head: Product,
 }
 
 impl Kernels {
@@ -83,16 +76,6 @@ impl Kernels {
 /// Where intervals begin behind the tokens, bytes.
 fn intervals_at(max_rows: usize) -> usize {
     (max_rows * 4).next_multiple_of(256)
-}
-
-/// Columns of the projection, and of what the output projection takes.
-fn widths(shape: &KernelShape) -> (usize, usize) {
-    match shape.attention {
-        AttentionShape::Gqa { heads, kv, dim } => ((heads + 2 * kv) * dim, heads * dim),
-        AttentionShape::Mla { heads, latent, nope, value } => {
-            (heads * (nope + shape.rotary) + latent + shape.rotary, heads * value)
-        }
-    }
 }
 
 impl StageRows {
@@ -134,7 +117,7 @@ impl StageRows {
             logits: rows(shape.vocab)?,
             tokens: outcome.part(0..max_rows * 4)?,
             intervals: outcome.part(intervals_at..outcome.len())?,
-            outcome_here: Staging::new(device, outcome.len())?,
+            outcomes_here: [Staging::new(device, outcome.len())?, Staging::new(device, outcome.len())?],
             outcome,
             products: BTreeMap::new(),
             addresses: None,
@@ -152,22 +135,17 @@ impl StageRows {
         if self.products.contains_key(&padded) {
             return Ok(());
         }
-        let mut products = Products::new(kernels, &model.shape, padded)?;
-        let each = |weight: fn(&KernelLayer) -> &Region| model.layers.iter().map(weight).collect::<Vec<_>>();
-        products.projection.tune(stream, &self.x, &each(|layer| &layer.projection), &self.projected)?;
-        products.out.tune(stream, &self.attended, &each(|layer| &layer.out), &self.delta)?;
-        products.head.tune(stream, &self.x, &[&model.head], &self.logits)?;
-        if let Some((keys, values)) = &mut products.absorb {
-            let up = |layer: &KernelLayer| match &layer.attention {
-                KernelAttention::Mla { up, .. } => Some(up.clone()),
-                KernelAttention::Gqa { .. } => None,
-            };
-            let ups: Vec<Region> = model.layers.iter().filter_map(up).collect();
-            keys.tune(stream, &self.projected, &ups.iter().collect::<Vec<_>>(), &self.query)?;
-            let behind = |up: &Region| of_values(up, &model.shape);
-            let ups: Vec<Region> = ups.iter().map(behind).collect::<Result<_, _>>()?;
-            values.tune(stream, &self.latents, &ups.iter().collect::<Vec<_>>(), &self.attended)?;
-        }
+        let mut products = Products::new(&kernels.products, &model.shape, padded)?;
+        let rows = Operands {
+            x: &self.x,
+            projected: &self.projected,
+            query: &self.query,
+            latents: &self.latents,
+            attended: &self.attended,
+            delta: &self.delta,
+            logits: &self.logits,
+        };
+        products.tune(stream, model, &rows)?;
         self.products.insert(padded, products);
         Ok(())
     }
@@ -328,20 +306,50 @@ impl StageRows {
         kernels.sample.enqueue(stream, &self.logits, &self.inputs.rules, chosen, padded, vocab)
     }
 
-    /// Enqueues the copy of the chosen tokens to the host.
-    pub(super) fn fetch(&mut self, stream: &Stream, padded: usize) -> Result<(), GpuError> {
+    /// Enqueues the copy of a stage's numbers to the device; `is_behind`: its ids are the tokens that the last step chose.
+    pub(super) fn upload(
+        &mut self,
+        kernels: &Kernels,
+        stream: &Stream,
+        stage: DecodeStage<'_>,
+        padded: usize,
+        is_behind: bool,
+    ) -> Result<(), GpuError> {
+        let tokens = is_behind.then_some(&self.tokens);
+        self.inputs.upload(&kernels.rows, stream, stage, padded, tokens)
+    }
+
+    /// The same of a stage that has nothing but padding.
+    pub(super) fn upload_padding(
+        &mut self,
+        kernels: &Kernels,
+        stream: &Stream,
+        padded: usize,
+    ) -> Result<(), GpuError> {
+        self.inputs.upload_padding(&kernels.rows, stream, padded)
+    }
+
+    /// Enqueues the copy of the chosen tokens to the host; `turn` is another one for a step and the one behind it.
+    pub(super) fn fetch(
+        &mut self,
+        kernels: &Kernels,
+        stream: &Stream,
+        padded: usize,
+        turn: usize,
+    ) -> Result<(), GpuError> {
         let bytes = self.outcome.len() - self.intervals.len() + padded * 16;
-        self.outcome_here.download(stream, &self.outcome, bytes)
+        kernels.rows.carry_out(stream, &self.outcome, &mut self.outcomes_here[turn % 2], bytes)
     }
 
     /// The tokens of `padded` rows that were [fetched](Self::fetch), once they are here.
     pub(super) fn chosen(
         &mut self,
         padded: usize,
+        turn: usize,
         deadline: Duration,
     ) -> Result<Vec<DeviceChoice>, GpuError> {
         let at = self.outcome.len() - self.intervals.len();
-        let here = &mut self.outcome_here;
+        let here = &mut self.outcomes_here[turn % 2];
         here.wait(deadline)?;
         let tokens = here.elements::<i32>(0..padded * 4)?;
         let mut chosen: Vec<_> = tokens
@@ -379,50 +387,6 @@ impl StageRows {
     }
 }
 
-/// W_UV, behind W_UK.
-fn of_values(up: &Region, shape: &KernelShape) -> Result<Region, GpuError> {
-    let AttentionShape::Mla { heads, latent, nope, .. } = shape.attention else { return Ok(up.clone()) };
-    up.part(heads * nope * latent * 2..up.len())
-}
-
 fn missing(padded: usize) -> GpuError {
     GpuError::Unsupported { what: format!("{padded} rows, for which nothing was prepared") }
-}
-
-impl Products {
-    fn new(kernels: &Kernels, shape: &KernelShape, rows: usize) -> Result<Self, GpuError> {
-        let product = |shape| Product::new(&kernels.products, shape);
-        let (projected, attended) = widths(shape);
-        let absorb = match shape.attention {
-            AttentionShape::Gqa { .. } => None,
-            AttentionShape::Mla { heads, latent, nope, value } => {
-                let rope = shape.rotary;
-                let keys = GemmShape {
-                    batch: heads,
-                    x_stride: projected,
-                    x_batch: nope + rope,
-                    weight_batch: latent * nope,
-                    out_stride: heads * (latent + rope),
-                    out_batch: latent + rope,
-                    ..GemmShape::linear(rows, nope, latent)
-                };
-                let values = GemmShape {
-                    batch: heads,
-                    x_stride: heads * latent,
-                    x_batch: latent,
-                    weight_batch: value * latent,
-                    out_stride: attended,
-                    out_batch: value,
-                    ..GemmShape::linear(rows, latent, value)
-                };
-                Some((product(keys)?, product(values)?))
-            }
-        };
-        Ok(Self {
-            projection: product(GemmShape::linear(rows, shape.hidden, projected))?,
-            absorb,
-            out: product(GemmShape::linear(rows, attended, shape.hidden))?,
-            head: product(GemmShape::linear(rows, shape.hidden, shape.vocab))?,
-        })
-    }
 }

@@ -12,22 +12,30 @@
 //! first request, each after a run that makes its operations warm: the first launch of anything may wait for what runs, and
 //! what runs may be waiting for us. A step that no graph is for runs eagerly and is counted with the reason.
 //!
+//! # A step behind another
+//! A step may be enqueued while another runs, so that the device goes from one to the next by itself: the tokens of the one are
+//! there the ids of the other, everything else the host knows ahead. See `steps`.
+//!
 //! # Loss
 //! A wait for the FFN ends by itself when its rank is gone. The step computed garbage then, and says so before anything is
 //! committed; its slots of the cache are written again when it is repeated. Graphs hold a lost link's memory: they are
 //! dropped and captured anew for the links that come.
-use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
 
 use afd_common::ids::{LayerIdx, StageIdx, StepId};
-use afd_gpu::{Device, GpuError, Graph, Stream};
+use afd_gpu::{Completion, Device, GpuError, Graph, Stream};
 use tch::{Kind, Tensor};
 
 use super::attention::{Kernels, StageRows};
 use super::capture_sizes::CaptureSizes;
 use super::stream_ffn::{Echo, HopRows, StepRun, StreamFfn, StreamHop};
-use crate::engine::{DecodeStage, DeviceChoice, EagerReason, FfnLoss, StageOutput};
+use crate::engine::{DecodeStage, EagerReason, FfnLoss};
 use crate::model::KernelModel;
+
+mod steps;
+
+use steps::Launched;
 
 /// Longer than any step may take: waits inside it end much earlier by themselves.
 const STEP_DEADLINE: Duration = Duration::from_secs(60);
@@ -53,6 +61,12 @@ pub struct Decoder {
     graphs: HashMap<Vec<usize>, Graph>,
     /// Of the FFN's links, when the graphs were captured.
     generation: Option<u64>,
+    /// What is under way, oldest first.
+    launched: VecDeque<Launched>,
+    /// Steps launched so far.
+    turns: usize,
+    /// Behind the last step that ended.
+    ended: Option<Completion>,
 }
 
 struct Stage {
@@ -113,6 +127,9 @@ impl Decoder {
             stages,
             graphs: HashMap::new(),
             generation: None,
+            launched: VecDeque::new(),
+            turns: 0,
+            ended: None,
         })
     }
 
@@ -146,7 +163,7 @@ impl Decoder {
             for run in runs {
                 let step = StepId(first.0 + steps);
                 steps += 1;
-                self.run(stream, ffn, step, (key, *run), &mut || {}).map_err(FfnLoss::from)?;
+                self.run(stream, ffn, step, (key, *run)).map_err(FfnLoss::from)?;
             }
         }
         self.generation = Some(generation);
@@ -165,7 +182,7 @@ impl Decoder {
         for key in keys {
             for (stage, &padded) in self.stages.iter_mut().zip(key) {
                 stage.rows.prepare(&self.kernels, stream, &self.model, padded)?;
-                stage.rows.inputs.upload_padding(stream, padded)?;
+                stage.rows.upload_padding(&self.kernels, stream, padded)?;
             }
             self.enqueue(stream, &mut Echo::new(), key)?;
         }
@@ -188,94 +205,6 @@ impl Decoder {
         let padded = padded.ok_or(EagerReason::Rows)?;
         let fits = self.stages.iter().zip(stages).all(|(own, stage)| own.rows.inputs.fits(stage.batch));
         if fits { Ok(vec![padded; stages.len()]) } else { Err(EagerReason::Shape) }
-    }
-
-    /// Runs a step for which there is a [`key`](Self::key); without a graph when its times are wanted (`profile`). The outputs are
-    /// good until the next one; beside them how long the device had it. `meanwhile` is called once the device is busy.
-    ///
-    /// # Errors
-    /// [`FfnLoss`]: nothing of the step may be used.
-    pub fn decode(
-        &mut self,
-        stream: &Stream,
-        ffn: &mut dyn StreamFfn,
-        (step, profile): (StepId, bool),
-        (key, stages): (&[usize], &[DecodeStage<'_>]),
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<(Vec<StageOutput>, Duration), FfnLoss> {
-        let upload = |(own, (stage, &padded)): (&mut Stage, (&DecodeStage<'_>, &usize))| {
-            own.rows.inputs.upload(stream, *stage, padded)
-        };
-        let uploads = self.stages.iter_mut().zip(stages.iter().zip(key)).try_for_each(upload);
-        uploads.map_err(|error| FfnLoss::from(Failure::from(error)))?;
-        let run = match profile {
-            true => StepRun::Profiled,
-            false if self.graphs.contains_key(key) => StepRun::Replay,
-            false => StepRun::Eager,
-        };
-        let (chosen, on_device) =
-            self.run(stream, ffn, step, (key, run), meanwhile).map_err(FfnLoss::from)?;
-        let outputs = self.stages.iter().zip(stages).zip(chosen);
-        let output = |((own, stage), mut chosen): ((&Stage, &DecodeStage<'_>), Vec<DeviceChoice>)| {
-            let rows = stage.batch.input_ids.len();
-            let x = own.residual.f_narrow(0, 0, rows as i64);
-            let x = x.map_err(|error| FfnLoss::Fatal { what: error.to_string() })?;
-            chosen.truncate(rows);
-            Ok(StageOutput { x, chosen: Some(chosen) })
-        };
-        Ok((outputs.map(output).collect::<Result<_, FfnLoss>>()?, on_device))
-    }
-
-    /// One step, to its end. Returns the chosen token of every padded row, and the time from the launch to the end.
-    fn run(
-        &mut self,
-        stream: &Stream,
-        ffn: &mut dyn StreamFfn,
-        step: StepId,
-        (key, run): (&[usize], StepRun),
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<(Vec<Vec<DeviceChoice>>, Duration), Failure> {
-        if matches!(run, StepRun::Warmup | StepRun::Capture) {
-            for (stage, &padded) in self.stages.iter_mut().zip(key) {
-                stage.rows.inputs.upload_padding(stream, padded)?;
-            }
-        }
-        if run == StepRun::Capture {
-            let mut failed = None;
-            let graph = Graph::capture(stream, || {
-                self.enqueue(stream, ffn, key).map_err(|failure| match failure {
-                    Failure::Gpu(error) => error,
-                    Failure::Loss(loss) => {
-                        failed = Some(loss);
-                        GpuError::Unsupported { what: "the FFN was lost in a capture".into() }
-                    }
-                })
-            });
-            match (graph, failed) {
-                (_, Some(loss)) => return Err(loss.into()),
-                (graph, None) => self.graphs.insert(key.to_vec(), graph?),
-            };
-        }
-        ffn.announce(step, key, run)?;
-        match self.graphs.get_mut(key) {
-            Some(graph) if !matches!(run, StepRun::Warmup | StepRun::Profiled) => graph.launch()?,
-            _ => self.enqueue(stream, ffn, key)?,
-        }
-        let stages = || key.iter().enumerate();
-        for (index, &padded) in stages() {
-            self.stages[index].rows.fetch(stream, padded)?;
-        }
-        let end = stream.mark(false)?;
-        let launched = Instant::now();
-        meanwhile();
-        ffn.watch(&end, STEP_DEADLINE)?;
-        let on_device = launched.elapsed();
-        let mut chosen = Vec::with_capacity(key.len());
-        for (index, &padded) in stages() {
-            chosen.push(self.stages[index].rows.chosen(padded, STEP_DEADLINE)?);
-        }
-        ffn.check()?;
-        Ok((chosen, on_device))
     }
 
     /// Enqueues a whole step.

@@ -2,7 +2,7 @@
 //! cache slots, rules by which tokens are chosen, block tables.
 use std::ops::Range;
 
-use afd_gpu::ops::{DrawRule, RULE_WORDS};
+use afd_gpu::ops::{DrawRule, Follow, RULE_WORDS, Rows};
 use afd_gpu::{Device, GpuError, Region, Staging, Stream};
 
 use crate::engine::DecodeStage;
@@ -87,16 +87,25 @@ impl Inputs {
     }
 
     /// Enqueues the copy of a stage that has nothing but padding.
-    pub(super) fn upload_padding(&mut self, stream: &Stream, padded: usize) -> Result<(), GpuError> {
-        self.upload(stream, DecodeStage { batch: &StageBatch::default(), rules: &[] }, padded)
+    pub(super) fn upload_padding(
+        &mut self,
+        kernels: &Rows,
+        stream: &Stream,
+        padded: usize,
+    ) -> Result<(), GpuError> {
+        let nothing = DecodeStage { batch: &StageBatch::default(), rules: &[] };
+        self.upload(kernels, stream, nothing, padded, None)
     }
 
-    /// Enqueues the copy of a stage that [`fits`](Self::fits), its rows padded to `padded`.
+    /// Enqueues the copy of a stage that [`fits`](Self::fits), its rows padded to `padded`. Where there are `tokens`, `[rows]` i32,
+    /// those are its ids.
     pub(super) fn upload(
         &mut self,
+        kernels: &Rows,
         stream: &Stream,
         DecodeStage { batch, rules }: DecodeStage<'_>,
         padded: usize,
+        tokens: Option<&Region>,
     ) -> Result<(), GpuError> {
         let rows = batch.input_ids.len();
         let places = self.places.clone();
@@ -123,7 +132,8 @@ impl Inputs {
                 *word = block.0 as i32;
             }
         }
-        staging.upload(stream, &self.memory, end)
+        let follow = tokens.map(|tokens| Follow { tokens, rows, at: places.ids.start });
+        kernels.carry_in(stream, staging, &self.memory, end, follow)
     }
 }
 

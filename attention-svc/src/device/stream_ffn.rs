@@ -83,6 +83,16 @@ pub trait StreamFfn {
         mark.wait(deadline).map_err(late)
     }
 
+    /// Whether a step may be enqueued while another is under way.
+    fn runs_ahead(&self) -> bool {
+        true
+    }
+
+    /// Whether everything that has run so far got what it waited for, without saying what is to be done about it.
+    fn is_sound(&self) -> bool {
+        true
+    }
+
     /// Whether everything that has run so far got what it waited for.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 
 use super::stream_ffn::Echo;
 use super::{CaptureSizes, Decoder, Gpu, GraphSettings};
-use crate::engine::DecodeStage;
+use crate::engine::{DecodeStage, DecodeTurn};
 use crate::model::{AttentionModel, BlockId, KernelModel, KvCache, SequenceRows, StageBatch};
 
 const BLOCK_SIZE: usize = 16;
@@ -98,9 +98,11 @@ fn agree(config: &str) {
             let wanted = eager(&model, &mut by_torch, &batch);
             let stages = [DecodeStage { batch: &batch, rules: &vec![DrawRule::Best; sequences] }];
             let key = decoder.key(&ffn, &stages).unwrap();
-            let (found, _) = decoder
-                .decode(gpu.stream(), &mut ffn, (StepId(100), false), (&key, &stages), &mut || {})
-                .unwrap();
+            let of_step = (StepId(100), false);
+            let launched =
+                decoder.launch(gpu.stream(), &mut ffn, of_step, (&key, &stages), DecodeTurn::First);
+            assert!(launched.unwrap());
+            let found = decoder.finish(&mut ffn, &[sequences]).unwrap().outputs;
             close(&found[0].x, &wanted, &format!("step {step}, {sequences} sequences, kernels"));
             // The last token of the prompts once more: alone it must come to the same as with all before it.
             if step == 0 {

@@ -74,6 +74,11 @@ impl Active {
         if self.request.logprobs.is_some() { None } else { self.sampler.rule() }
     }
 
+    /// The same for the token behind the next one.
+    pub(super) fn device_rule_ahead(&self) -> Option<DrawRule> {
+        if self.request.logprobs.is_some() { None } else { self.sampler.rule_ahead() }
+    }
+
     pub(super) fn is_abandoned(&self) -> bool {
         self.request.events.is_closed()
     }

@@ -85,19 +85,38 @@ pub trait AttentionPort: Send {
         Ok(0)
     }
 
-    /// Runs a whole decode step on the device, the FFN included, if it can. Nothing was done otherwise. `meanwhile` is called
-    /// once the device is busy with it.
+    /// Token ids to make up prompts of, where the first prompts of every size cost more than those behind them: memory is taken
+    /// and operations are loaded when they first run. `None` where that is not so, or too slow to be done ahead.
+    fn warms_prompts(&self) -> Option<usize> {
+        None
+    }
+
+    /// Enqueues a whole decode step on the device, the FFN included, if that can be, for [`finish`](Self::finish) to wait for.
+    /// Nothing was done otherwise. At most one step may be enqueued behind another.
     ///
     /// # Errors
-    /// [`FfnLoss`]: the step is lost.
-    fn decode(
+    /// [`FfnLoss`]: the step is lost; one that it was enqueued behind is to be finished nonetheless.
+    fn launch(
         &mut self,
         _ffn: &mut dyn FfnPort,
         _plan: &StepOutline,
         _stages: &[DecodeStage<'_>],
-        _meanwhile: &mut dyn FnMut(),
-    ) -> Result<DecodeRun, FfnLoss> {
-        Ok(DecodeRun::Unknown)
+        _turn: DecodeTurn,
+    ) -> Result<DecodeLaunch, FfnLoss> {
+        Ok(DecodeLaunch::Unknown)
+    }
+
+    /// Whether the oldest step that was launched is over.
+    fn is_over(&self) -> bool {
+        true
+    }
+
+    /// Waits for the oldest step that was launched. `num_rows` are those of its stages.
+    ///
+    /// # Errors
+    /// [`FfnLoss`]: the step is lost, and so is the one behind it: nothing runs any more.
+    fn finish(&mut self, _ffn: &mut dyn FfnPort, _num_rows: &[usize]) -> Result<DecodeEnd, FfnLoss> {
+        Err(FfnLoss::Fatal { what: "no decode step was launched".into() })
     }
 
     /// The token with the largest logit of each of some rows of the residual stream after the last layer, where the device
@@ -126,22 +145,41 @@ pub struct DecodeStage<'a> {
     pub rules: &'a [DrawRule],
 }
 
-/// What came of a decode step on the device.
-#[derive(Debug)]
-pub enum DecodeRun {
+/// When a decode step comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DecodeTurn {
+    /// After something else, or a pause.
+    First,
+    /// As soon as could be after another decode step had ended.
+    Next,
+    /// Behind the one under way, whose sequences it has in the same order: its token ids are what that one chooses, and those
+    /// of the batch mean nothing.
+    Behind,
+}
+
+/// What came of launching a decode step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DecodeLaunch {
     /// There is no such way here.
     Unknown,
-    /// This step has to run layer by layer.
+    /// This step has to run layer by layer; or alone, if it was to come behind another.
     Eager(EagerReason),
-    /// It ran.
-    Done {
-        /// Of every stage.
-        outputs: Vec<StageOutput>,
-        /// Whether it was one graph.
+    /// It is on its way.
+    Launched {
+        /// As one graph.
         replayed: bool,
-        /// From its launch to its end there.
-        on_device: Duration,
     },
+}
+
+/// What came of a decode step on the device.
+#[derive(Debug)]
+pub struct DecodeEnd {
+    /// Of every stage. Good until the next step that was not launched behind it; where one was, only the tokens are.
+    pub outputs: Vec<StageOutput>,
+    /// From its launch, or from the end of the step that it came behind, to its end there.
+    pub on_device: Duration,
+    /// What the device had nothing to do before it since the end of the decode step ahead, by its own clock; `None` for the first.
+    pub idle: Option<Duration>,
 }
 
 /// Why a decode step was not one graph.

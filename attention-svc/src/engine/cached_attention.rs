@@ -10,8 +10,8 @@ use afd_gpu::GpuError;
 use tch::Tensor;
 
 use super::{
-    AttentionError, AttentionPort, DecodeRun, DecodeStage, EagerReason, FfnLoss, FfnPort, SideTensors,
-    StepOutline,
+    AttentionError, AttentionPort, DecodeEnd, DecodeLaunch, DecodeStage, DecodeTurn, EagerReason, FfnLoss,
+    FfnPort, SideTensors, StepOutline,
 };
 use crate::device::{Decoder, Gpu, GraphSettings};
 use crate::model::{
@@ -122,6 +122,10 @@ impl AttentionPort for CachedAttention {
         self.decoder.is_some()
     }
 
+    fn warms_prompts(&self) -> Option<usize> {
+        self.gpu.as_ref().map(|_| self.model.config().vocab_size)
+    }
+
     fn is_warm(&self, ffn: &mut dyn FfnPort) -> bool {
         match (&self.decoder, ffn.stream()) {
             (Some(decoder), Some(ffn)) => decoder.is_warm(ffn),
@@ -140,30 +144,39 @@ impl AttentionPort for CachedAttention {
         Ok(steps)
     }
 
-    fn decode(
+    fn launch(
         &mut self,
         ffn: &mut dyn FfnPort,
         plan: &StepOutline,
         stages: &[DecodeStage<'_>],
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<DecodeRun, FfnLoss> {
-        let Some(gpu) = &self.gpu else { return Ok(DecodeRun::Unknown) };
-        let Some(decoder) = &mut self.decoder else { return Ok(DecodeRun::Eager(EagerReason::Model)) };
-        let Some(ffn) = ffn.stream() else { return Ok(DecodeRun::Eager(EagerReason::Link)) };
-        match decoder.key(ffn, stages) {
-            Err(reason) => Ok(DecodeRun::Eager(reason)),
-            Ok(key) => {
-                let (outputs, on_device) = decoder.decode(
-                    gpu.stream(),
-                    ffn,
-                    (plan.step, plan.profile),
-                    (&key, stages),
-                    meanwhile,
-                )?;
-                let replayed = decoder.captures() && !plan.profile;
-                Ok(DecodeRun::Done { outputs, replayed, on_device })
-            }
+        turn: DecodeTurn,
+    ) -> Result<DecodeLaunch, FfnLoss> {
+        let Some(gpu) = &self.gpu else { return Ok(DecodeLaunch::Unknown) };
+        let Some(decoder) = &mut self.decoder else { return Ok(DecodeLaunch::Eager(EagerReason::Model)) };
+        let ffn = match turn {
+            DecodeTurn::Behind => ffn.stream_under_way(),
+            DecodeTurn::First | DecodeTurn::Next => ffn.stream(),
+        };
+        let Some(ffn) = ffn else { return Ok(DecodeLaunch::Eager(EagerReason::Link)) };
+        let key = match decoder.key(ffn, stages) {
+            Err(reason) => return Ok(DecodeLaunch::Eager(reason)),
+            Ok(key) => key,
+        };
+        match decoder.launch(gpu.stream(), ffn, (plan.step, plan.profile), (&key, stages), turn)? {
+            true => Ok(DecodeLaunch::Launched { replayed: decoder.captures() && !plan.profile }),
+            false => Ok(DecodeLaunch::Eager(EagerReason::Link)),
         }
+    }
+
+    fn is_over(&self) -> bool {
+        self.decoder.as_ref().is_none_or(Decoder::is_over)
+    }
+
+    fn finish(&mut self, ffn: &mut dyn FfnPort, num_rows: &[usize]) -> Result<DecodeEnd, FfnLoss> {
+        let (Some(decoder), Some(ffn)) = (&mut self.decoder, ffn.stream_under_way()) else {
+            return Err(FfnLoss::Fatal { what: "no decode step is under way".into() });
+        };
+        decoder.finish(ffn, num_rows)
     }
 
     fn best(&self, x: &Tensor, rows: &[usize]) -> Result<Option<Vec<u32>>, AttentionError> {

@@ -142,7 +142,11 @@ impl<A: AttentionPort> Engine<A> {
 
     fn wanted(&self, stage: &Stage) -> Vec<Wanted> {
         let mut wanted = Vec::new();
-        for (index, (item, rows)) in stage.items.iter().zip(&stage.batch.sequences).enumerate() {
+        // Not of those that have ended since the step was launched.
+        let present = |(_, (item, _)): &(_, (&StepItem, _))| self.sequences.contains_key(&item.sequence);
+        for (index, (item, rows)) in
+            stage.items.iter().zip(&stage.batch.sequences).enumerate().filter(present)
+        {
             if matches!(item.logits, LogitRows::All { .. }) {
                 let num_prompt = self.scheduler.view(item.sequence).map_or(0, |view| view.num_prompt);
                 for position in item.tokens.clone().filter(|position| position + 1 < num_prompt) {

@@ -72,6 +72,12 @@ pub trait FfnPort: Send {
         None
     }
 
+    /// The same while a step that was launched there is under way: what has come meanwhile is not looked at, so that the step
+    /// keeps its ranks.
+    fn stream_under_way(&mut self) -> Option<&mut dyn StreamFfn> {
+        self.stream()
+    }
+
     /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace) or [profiled](StepOutline::profile). Good until the next step.
     fn hop_records(&self) -> &[HopRecord] {
         &[]
@@ -101,6 +107,11 @@ pub trait FfnPort: Send {
 
     /// Whether every shard has a rank. The engine schedules nothing while this is false.
     fn ready(&self) -> bool;
+
+    /// Whether [`idle`](Self::idle) would find something: it is not called while one step is launched behind another.
+    fn has_news(&self) -> bool {
+        false
+    }
 
     /// Which ranks are missing now, for people.
     fn standing(&self) -> String {

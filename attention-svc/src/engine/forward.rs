@@ -46,8 +46,8 @@ pub(super) struct ForwardTimes {
     pub(super) ffn_wait: Duration,
     /// Hops under way while attention computed something else; two at once count twice.
     pub(super) ffn_hidden: Duration,
-    /// Of a decode step that a device ran from end to end.
-    pub(super) on_device: Option<Duration>,
+    /// For how long the host had nothing to do but to wait for a decode step that a device ran from end to end.
+    pub(super) device_wait: Option<Duration>,
 }
 
 impl ForwardTimes {

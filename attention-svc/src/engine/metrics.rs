@@ -65,10 +65,14 @@ pub struct EngineMetrics {
     pub steps_failed: Counter,
     /// Decode steps that a device ran from end to end.
     pub decode_steps: Counter,
-    /// From their launch to their end there.
+    /// From their launch, or from the end of the step ahead where they were launched before it, to their end there.
     pub decode_device_us: Counter,
-    /// The rest of them: scheduling, the plan, the launch, choosing and committing, while the device has nothing to do.
+    /// What the host does for them: scheduling, the plan, the launch, choosing and committing, beside the device or not.
     pub decode_host_us: Counter,
+    /// How long the device had nothing to do between two of them, by its own clock.
+    pub decode_idle_us: Counter,
+    /// Of how many that is.
+    pub decode_gaps: Counter,
     /// Decode steps that were one graph.
     pub graph_replays: Counter,
     /// Decode steps on a device that were not, by reason, in the order of [`EagerReason::ALL`].
@@ -118,11 +122,14 @@ impl EngineMetrics {
         }
     }
 
-    /// A decode step is over that a device ran for so long.
-    pub(super) fn note_decode(&self, whole: Duration, on_device: Duration) {
+    /// A decode step is over that a device ran for so long, and that followed another with so long between them.
+    pub(super) fn note_on_device(&self, on_device: Duration, idle: Option<Duration>) {
         self.decode_steps.add(1);
         self.decode_device_us.add_time(on_device);
-        self.decode_host_us.add_time(whole.saturating_sub(on_device));
+        if let Some(idle) = idle {
+            self.decode_gaps.add(1);
+            self.decode_idle_us.add_time(idle);
+        }
     }
 
     pub(super) fn note_eager(&self, reason: EagerReason) {

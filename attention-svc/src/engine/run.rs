@@ -9,8 +9,10 @@ use crossbeam_channel::Receiver;
 use tokio::sync::watch;
 
 use super::active::{Active, News};
+use super::decode::LastDecode;
 use super::handle::Command;
 use super::profile::Profile;
+use super::step::Planned;
 use super::trace::StepRecorder;
 use super::{AttentionPort, EngineConfig, EngineDeath, EngineMetrics, EngineState, FfnPort};
 use crate::kv_cache::BlockPool;
@@ -40,6 +42,12 @@ pub(super) struct Engine<A: AttentionPort> {
     pub(super) last_step: StepId,
     /// The FFN ranks that were there before the first step have been warmed up.
     pub(super) ranks_are_warm: bool,
+    /// Prompts of all sizes have run, where that makes the first ones faster.
+    pub(super) prompts_are_warm: bool,
+    /// The decode step that was the last to run.
+    pub(super) last_decode: Option<LastDecode>,
+    /// The step that the device has behind the last one.
+    pub(super) launched: Option<Planned>,
     /// Set while the FFN cannot be used.
     pub(super) loss: Option<Loss>,
 }
@@ -84,6 +92,9 @@ impl<A: AttentionPort> Engine<A> {
             profile: None,
             last_step: StepId(0),
             ranks_are_warm: false,
+            prompts_are_warm: false,
+            last_decode: None,
+            launched: None,
             loss: None,
         }
     }
@@ -101,6 +112,12 @@ impl<A: AttentionPort> Engine<A> {
             }
             let now = Instant::now();
             self.end_overdue(now);
+            if self.launched.is_some() {
+                // Whatever comes of the ranks, the step is waited for first.
+                self.step()?;
+                self.publish();
+                continue;
+            }
             self.ffn.idle();
             let ready = self.ffn.ready() && self.warm_up()?;
             let ready = self.is_ffn_ready(ready, now);
@@ -114,6 +131,7 @@ impl<A: AttentionPort> Engine<A> {
                 self.last_step = StepId(self.last_step.0 + 1);
             }
             if !ran {
+                self.last_decode = None;
                 self.news.deliver();
                 self.bell.wait(seen, self.wake_at(now));
             }

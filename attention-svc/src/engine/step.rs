@@ -3,28 +3,102 @@
 //! The loop around it is [`run`](super::run), the layers are [`forward`](super::forward).
 use std::time::Instant;
 
-use afd_common::ids::StepId;
-use afd_gpu::ops::DrawRule;
-
-use super::active::Active;
 use super::forward::{ForwardTimes, StageOutcomes, forward};
-use super::profile::{Profile, StepTimes};
+use super::profile::StepTimes;
 use super::run::{Engine, Loss};
 use super::trace::StepTrace;
-use super::{AttentionPort, DecodeRun, DecodeStage, EagerReason, EngineDeath, FfnLoss, StepOutline};
+use super::{AttentionPort, EngineDeath, FfnLoss, StepOutline};
 use crate::request::SequenceError;
-use crate::scheduler::{ChosenStages, Phase, Stage, StagePick, StageRules, Step, StepItem, StepLoad};
+use crate::scheduler::{ChosenStages, Phase, Stage, StagePick, StageRules, Step, StepLoad};
+use afd_common::ids::StepId;
 
 /// A step whose FFN was lost runs again at most this often in a row before its sequences fail.
 const MAX_STEP_REPEATS: u32 = 2;
 
+/// A step that is about to run, or is on its way.
+pub(super) struct Planned {
+    pub(super) step: Step,
+    pub(super) chosen: ChosenStages,
+    pub(super) stages: Vec<Stage>,
+    pub(super) outline: StepOutline,
+    /// Whether it is one graph, once the device has it.
+    pub(super) replayed: Option<bool>,
+}
+
+impl Planned {
+    /// Whether a profile can have it: it was known of it when it was launched.
+    fn is_recorded(&self) -> bool {
+        self.outline.profile || self.replayed.is_none()
+    }
+}
+
 impl<A: AttentionPort> Engine<A> {
-    /// Runs one step, if there is anything to run.
+    /// Runs one step, if there is anything to run; the one that was launched already, if there is one.
     pub(super) fn step(&mut self) -> Result<bool, EngineDeath> {
         let start = Instant::now();
-        let Some(step) = self.scheduler.schedule() else { return Ok(false) };
+        let (planned, trace) = match self.launched.take() {
+            Some(launched) => (launched, None),
+            None => match self.plan(start) {
+                Some(planned) => planned,
+                None => return Ok(false),
+            },
+        };
+        let outline = &planned.outline;
+        let span = tracing::debug_span!(
+            "step",
+            step = outline.step.0,
+            phase = ?outline.phase,
+            sequences = planned.step.items.len(),
+            tokens = planned.step.num_tokens(),
+            stages = planned.stages.len(),
+        );
+        let _entered = span.entered();
+        self.metrics.steps.add(1);
+        self.metrics.schedule_us.add_time(start.elapsed());
+
+        let mut times = ForwardTimes::default();
+        let begun = Instant::now();
+        let outcomes = self.run_layers(&planned, &mut times);
+        self.metrics.note_stages(planned.stages.len());
+        if outcomes.is_ok() {
+            self.stage_counts.handle_step(planned.chosen, begun.elapsed().as_secs_f64() * 1e6);
+        }
+        self.note_step(&planned.step, &times, trace.as_ref());
+        let lost = outcomes.as_ref().err().map(FfnLoss::to_string);
+        match outcomes {
+            Ok(outcomes) => self.finish_step(&planned.stages, outcomes),
+            Err(FfnLoss::Fatal { what }) => return Err(EngineDeath(what)),
+            Err(loss) => self.lose_step(&planned.step, start, loss),
+        }
+        if let Some(trace) = trace {
+            let hops = self.ffn.hop_records();
+            self.recorder.end(&trace, outline, start, &times, hops, lost.as_deref());
+        }
+        if let Some(profile) = self.profile.take_if(|_| planned.is_recorded()) {
+            let forward = times;
+            let times = match self.ffn.device_times() {
+                Some(times) => {
+                    StepTimes { forward, on_device: true, attends: &times.attends, hops: &times.hops }
+                }
+                None => {
+                    let (attends, hops) = (&self.recorder.attends, self.ffn.hop_records());
+                    StepTimes { forward, on_device: false, attends, hops }
+                }
+            };
+            self.profile = profile.handle_step(outline, start, times);
+        }
+        if let Some(waited) = times.device_wait {
+            self.metrics.decode_host_us.add_time(start.elapsed().saturating_sub(waited));
+        }
+        self.metrics.step_us.add_time(start.elapsed());
+        Ok(true)
+    }
+
+    /// What the scheduler gives for the next step, if anything, in its stages.
+    fn plan(&mut self, now: Instant) -> Option<(Planned, Option<StepTrace>)> {
+        let step = self.scheduler.schedule()?;
         for id in &step.admitted {
-            self.sequences.get_mut(id).into_iter().for_each(|active| active.handle_admitted(start));
+            self.sequences.get_mut(id).into_iter().for_each(|active| active.handle_admitted(now));
         }
         let chosen = self.choose_stages(&step);
         let rules = StageRules { max_stages: chosen.num_stages, ..self.config.stages };
@@ -36,59 +110,11 @@ impl<A: AttentionPort> Engine<A> {
             self.recorder.attends.clear();
         }
         let outline = self.outline(&step, &stages, trace.as_ref());
-        let span = tracing::debug_span!(
-            "step",
-            step = outline.step.0,
-            phase = ?outline.phase,
-            sequences = step.items.len(),
-            tokens = step.num_tokens(),
-            stages = stages.len(),
-        );
-        let _entered = span.entered();
-        self.metrics.steps.add(1);
-        self.metrics.schedule_us.add_time(start.elapsed());
-
-        let mut times = ForwardTimes::default();
-        let begun = Instant::now();
-        let ahead = self.foresee(&step, &outline);
-        let outcomes = self.run_layers(&outline, ahead.as_ref(), &stages, &mut times);
-        self.metrics.note_stages(stages.len());
-        if outcomes.is_ok() {
-            self.stage_counts.handle_step(chosen, begun.elapsed().as_secs_f64() * 1e6);
-        }
-        self.note_step(&step, &times, trace.as_ref());
-        let lost = outcomes.as_ref().err().map(FfnLoss::to_string);
-        match outcomes {
-            Ok(outcomes) => self.finish_step(&stages, outcomes),
-            Err(FfnLoss::Fatal { what }) => return Err(EngineDeath(what)),
-            Err(loss) => self.lose_step(&step, start, loss),
-        }
-        if let Some(trace) = trace {
-            let hops = self.ffn.hop_records();
-            self.recorder.end(&trace, &outline, start, &times, hops, lost.as_deref());
-        }
-        if let Some(profile) = self.profile.take() {
-            let forward = times;
-            let times = match self.ffn.device_times() {
-                Some(times) => {
-                    StepTimes { forward, on_device: true, attends: &times.attends, hops: &times.hops }
-                }
-                None => {
-                    let (attends, hops) = (&self.recorder.attends, self.ffn.hop_records());
-                    StepTimes { forward, on_device: false, attends, hops }
-                }
-            };
-            self.profile = profile.handle_step(&outline, start, times);
-        }
-        if let Some(on_device) = times.on_device {
-            self.metrics.note_decode(start.elapsed(), on_device);
-        }
-        self.metrics.step_us.add_time(start.elapsed());
-        Ok(true)
+        Some((Planned { step, chosen, stages, outline, replayed: None }, trace))
     }
 
     /// Into how many stages the step is split, if its rules allow that.
-    fn choose_stages(&mut self, step: &Step) -> ChosenStages {
+    pub(super) fn choose_stages(&mut self, step: &Step) -> ChosenStages {
         let (rules, rows) = (&self.config.stages, step.num_tokens());
         let splittable = rules.splittable(step.phase(), step.items.len(), rows).min(self.ffn.max_stages());
         match rules.pick {
@@ -124,30 +150,6 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
-    /// The next step, where this one will most likely be followed by its like: everybody decodes, nobody waits, and its
-    /// hops are not to be recorded.
-    fn foresee(&self, step: &Step, outline: &StepOutline) -> Option<StepOutline> {
-        let rules = &self.config.stages;
-        let is_settled = match rules.pick {
-            StagePick::Most => true,
-            StagePick::Measured => self.stage_counts.is_settled(outline.phase, step.num_tokens()),
-        };
-        let all_decode = outline.phase == Phase::Decode && step.items.len() == self.scheduler.num_running();
-        let recorded =
-            step.items.iter().filter_map(|item| self.sequences.get(&item.sequence)?.spans.as_deref());
-        let certain = is_settled
-            && all_decode
-            && self.scheduler.num_waiting() == 0
-            && !self.recorder.will_record(recorded);
-        let profile = self.profile.as_ref().is_some_and(Profile::goes_on);
-        certain.then(|| StepOutline {
-            step: StepId(outline.step.0 + 1),
-            profile,
-            trace: None,
-            ..outline.clone()
-        })
-    }
-
     fn outline(&self, step: &Step, stages: &[Stage], trace: Option<&StepTrace>) -> StepOutline {
         StepOutline {
             step: self.last_step,
@@ -159,52 +161,24 @@ impl<A: AttentionPort> Engine<A> {
         }
     }
 
-    fn run_layers(
-        &mut self,
-        outline: &StepOutline,
-        ahead: Option<&StepOutline>,
-        stages: &[Stage],
-        times: &mut ForwardTimes,
-    ) -> Result<StageOutcomes, FfnLoss> {
-        let (ffn, attention, news) = (&mut *self.ffn, &mut self.attention, &mut self.news);
+    fn run_layers(&mut self, planned: &Planned, times: &mut ForwardTimes) -> Result<StageOutcomes, FfnLoss> {
+        let (outline, stages) = (&planned.outline, &planned.stages[..]);
+        let ahead = self.foresee(planned);
         if outline.phase == Phase::Decode {
-            let begun = Instant::now();
-            let sequences = &self.sequences;
-            let rule = |item: &StepItem| sequences.get(&item.sequence).map_or(DrawRule::Best, Active::rule);
-            let rules: Vec<Vec<_>> =
-                stages.iter().map(|stage| stage.items.iter().map(rule).collect()).collect();
-            let decoded: Vec<_> = stages
-                .iter()
-                .zip(&rules)
-                .map(|(stage, rules)| DecodeStage { batch: &stage.batch, rules })
-                .collect();
-            match attention.decode(ffn, outline, &decoded, &mut || news.deliver()) {
-                Ok(DecodeRun::Unknown) => {}
-                Ok(DecodeRun::Eager(reason)) => self.metrics.note_eager(reason),
-                Ok(DecodeRun::Done { outputs, replayed, on_device }) => {
-                    times.on_device = Some(on_device);
-                    match replayed {
-                        true => self.metrics.graph_replays.add(1),
-                        false if outline.profile => self.metrics.note_eager(EagerReason::Profiled),
-                        false => self.metrics.note_eager(EagerReason::Off),
-                    }
-                    ffn.end_step(outline.step);
-                    times.attention = begun.elapsed();
-                    self.metrics.attention_us.add_time(times.attention);
-                    return Ok(outputs.into_iter().map(Ok).collect());
-                }
-                Err(loss) => {
-                    ffn.end_step(outline.step);
-                    return Err(loss);
-                }
+            let decoded = self.decode(planned, ahead.as_ref(), times);
+            if let Some(decoded) = decoded.transpose() {
+                self.ffn.end_step(outline.step);
+                return decoded;
             }
         }
-        news.deliver();
+        self.last_decode = None;
+        self.news.deliver();
+        let (ffn, attention) = (&mut *self.ffn, &mut self.attention);
         let is_recorded = outline.trace.is_some() || outline.profile;
         let attends = is_recorded.then_some(&mut self.recorder.attends);
         let outcomes = ffn
             .begin_step(outline)
-            .map(|()| ahead.into_iter().for_each(|next| ffn.announce_ahead(next)))
+            .map(|()| ahead.iter().for_each(|next| ffn.announce_ahead(next)))
             .and_then(|()| forward(attention, ffn, outline.step, stages, times, attends));
         ffn.end_step(outline.step);
         self.metrics.attention_us.add_time(times.attention);

@@ -82,6 +82,18 @@ impl SequenceSampler {
     /// By which rule a device, where the logits are, comes to the token that [`sample`](Self::sample) would. `None` where
     /// logits have to be changed first.
     pub fn rule(&self) -> Option<DrawRule> {
+        self.rule_at(self.num_output)
+    }
+
+    /// The same for the token behind the next one, as far as that can be told before the next one is known.
+    pub fn rule_ahead(&self) -> Option<DrawRule> {
+        let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
+        // The next token would count. What else needs no change now needs none later.
+        let counts = repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0;
+        if counts { None } else { self.rule_at(self.num_output + 1) }
+    }
+
+    fn rule_at(&self, index: u32) -> Option<DrawRule> {
         let SamplingParams { temperature, top_k, top_p, min_p, .. } = self.params;
         if adjust::adjusts(self) {
             return None;
@@ -89,7 +101,7 @@ impl SequenceSampler {
         if temperature == 0.0 {
             return Some(DrawRule::Best);
         }
-        let uniform = draw::uniform(self.seed, self.num_output);
+        let uniform = draw::uniform(self.seed, index);
         Some(DrawRule::Draw { scale: 1.0 / temperature, top_k: top_k.unwrap_or(0), top_p, min_p, uniform })
     }
 

@@ -37,6 +37,28 @@ fn greedy_takes_the_best_and_the_lowest_id_among_equals() {
 }
 
 #[test]
+fn the_rule_of_the_token_behind_the_next_is_what_it_will_be() {
+    let drawn = || SamplingParams { temperature: 0.7, top_k: Some(9), ..SamplingParams::default() };
+    for params in [drawn(), SamplingParams { temperature: 0.0, ..drawn() }] {
+        let mut sequence = sampler(params, &[1, 2]);
+        for token in 0..5 {
+            let ahead = sequence.rule_ahead();
+            sequence.commit(token);
+            assert_eq!(ahead, sequence.rule());
+            assert!(ahead.is_some());
+        }
+    }
+    // The next token changes the logits of the one behind it, though nothing changes its own.
+    for params in [
+        SamplingParams { frequency_penalty: 0.5, ..drawn() },
+        SamplingParams { presence_penalty: 0.5, ..drawn() },
+        SamplingParams { repetition_penalty: 1.5, ..drawn() },
+    ] {
+        assert_eq!(sampler(params, &[]).rule_ahead(), None);
+    }
+}
+
+#[test]
 fn penalties_and_bias() {
     let default = SamplingParams::default;
     let row = [1.0, 1.9, 2.0, -1.0];

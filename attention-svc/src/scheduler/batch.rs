@@ -34,7 +34,10 @@ impl Scheduler {
 
 fn push_rows(batch: &mut StageBatch, sequence: &Sequence, item: &StepItem, block_size: usize) {
     let start = batch.input_ids.len();
-    batch.input_ids.extend_from_slice(&sequence.tokens[item.tokens.clone()]);
+    // Those of a step ahead are not known here yet.
+    let known = sequence.tokens.len().clamp(item.tokens.start, item.tokens.end);
+    batch.input_ids.extend_from_slice(&sequence.tokens[item.tokens.start.min(known)..known]);
+    batch.input_ids.extend((known..item.tokens.end).map(|_| 0));
     batch.positions.extend(item.tokens.clone().map(|position| position as u32));
     batch.slot_mapping.extend(item.tokens.clone().map(|position| sequence.table.slot(position, block_size)));
     let num_blocks = item.tokens.end.div_ceil(block_size);

@@ -194,6 +194,29 @@ impl Scheduler {
         (!step.items.is_empty()).then_some(step)
     }
 
+    /// The step behind one that only decodes and is not committed yet: one token more of each of its sequences, in the same
+    /// order, where all of them are sure to have it unless they end with a stop token, and nobody else is there. `None` where
+    /// that is not so, or blocks are short.
+    pub fn ahead(&mut self, step: &Step) -> Option<Step> {
+        let are_all = step.items.len() == self.running.len() && self.waiting.is_empty();
+        if step.phase() != Phase::Decode || !are_all {
+            return None;
+        }
+        let mut next = Step::new(self.limits.max_num_batched_tokens);
+        for item in &step.items {
+            let sequence = self.running.get_mut(&item.sequence)?;
+            let position = item.tokens.end;
+            if sequence.tokens.len() != position || sequence.ends_with_next() {
+                return None;
+            }
+            if !self.pool.grow(&mut sequence.table, position + 1) {
+                return None;
+            }
+            next.add_behind(item);
+        }
+        Some(next)
+    }
+
     fn schedule_decode(&mut self, step: &mut Step, id: SequenceId) {
         loop {
             let Some(sequence) = self.running.get_mut(&id).filter(|sequence| sequence.num_pending() == 1)

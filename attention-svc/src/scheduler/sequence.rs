@@ -121,6 +121,11 @@ impl Sequence {
         self.num_published = full;
     }
 
+    /// Whether its next output token is its last one, whichever it is.
+    pub(super) fn ends_with_next(&self) -> bool {
+        (self.tokens.len() + 1 - self.num_prompt) as u32 >= self.stop.max_tokens
+    }
+
     /// Appends an output token. Why the sequence is finished, if it is.
     pub(super) fn push(&mut self, token: u32) -> Option<FinishReason> {
         self.tokens.push(token);

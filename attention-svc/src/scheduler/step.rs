@@ -88,6 +88,13 @@ impl Step {
         self.items.push(StepItem { sequence: sequence.id, logits: logit_rows(sequence, tokens.end), tokens });
     }
 
+    /// The token that comes of `item`, of the same sequence.
+    pub(super) fn add_behind(&mut self, item: &StepItem) {
+        let tokens = item.tokens.end..item.tokens.end + 1;
+        self.budget = self.budget.saturating_sub(1);
+        self.items.push(StepItem { sequence: item.sequence, logits: LogitRows::Last, tokens });
+    }
+
     /// As much of a prompt as is fair: one that cannot end in this step leaves half of the budget (but not less than
     /// `min_chunk` for itself) to those behind it.
     pub(super) fn add_chunk(&mut self, sequence: &Sequence, min_chunk: usize) {

@@ -65,6 +65,32 @@ fn a_long_prompt_does_not_stall_decoding_nor_short_prompts() {
 }
 
 #[test]
+fn a_step_ahead_has_a_token_more_of_everybody_who_is_sure_to_go_on() {
+    let mut scheduler = scheduler(4, 4, 8, 64);
+    scheduler.submit(sequence(1, 0..3, 3)).unwrap();
+    scheduler.submit(sequence(2, 10..13, 12)).unwrap();
+    let prompts = scheduler.schedule().unwrap();
+    assert!(scheduler.ahead(&prompts).is_none(), "only decode steps are followed");
+    commit_all(&mut scheduler, &prompts);
+    let step = scheduler.schedule().unwrap();
+    let ahead = scheduler.ahead(&step).unwrap();
+    assert_eq!(lens(&ahead), [(1, 1), (2, 1)]);
+    assert_eq!(ahead.items[0].tokens, 4..5);
+    let rules = StageRules::default();
+    let [stage] = &scheduler.stages(&ahead, &rules)[..] else { panic!("one stage") };
+    // Both have begun their second block, and nobody knows their ids yet.
+    assert_eq!((&stage.batch.input_ids[..], &stage.batch.positions[..]), (&[0, 0][..], &[4, 4][..]));
+    assert_eq!(stage.batch.sequences.iter().map(|rows| rows.block_table.len()).sum::<usize>(), 4);
+    commit_all(&mut scheduler, &step);
+    assert!(scheduler.ahead(&ahead).is_none(), "the first has its last token now");
+    assert_eq!(commit_all(&mut scheduler, &ahead), [SequenceId(1)]);
+    let alone = scheduler.schedule().unwrap();
+    assert!(scheduler.ahead(&ahead).is_none(), "not all of its sequences are there");
+    scheduler.submit(sequence(3, 0..2, 9)).unwrap();
+    assert!(scheduler.ahead(&alone).is_none(), "somebody waits");
+}
+
+#[test]
 fn two_long_prompts_share_a_step() {
     let mut scheduler = scheduler(3000, 16, 8, 1024);
     for id in 1..=3 {

@@ -61,12 +61,19 @@ pub(super) fn engine(metrics: &Metrics, engine: &Arc<EngineMetrics>) -> Result<(
     })?;
     let help = "Decode steps that a GPU ran from end to end.";
     show(Counter, "afd_decode_steps_total", help, |m| m.decode_steps.get() as f64)?;
+    let help = "Those of them that followed another at once.";
+    show(Counter, "afd_decode_gaps_total", help, |m| m.decode_gaps.get() as f64)?;
     let decodes = Arc::clone(engine);
-    let help = "Time of these, from launch to end on the device, and the rest, which the device sits out.";
+    let help = "Time of these: device, from launch to end there; host, scheduling to telling, beside it or not; idle, in \
+                which the device has nothing to do between two of them, by its own clock.";
     metrics.read_when_asked(Counter, "afd_decode_step_seconds_total", help, &["where"], move || {
         let sample =
             |place: &str, us: &Count| Sample { labels: vec![place.into()], value: us.get() as f64 / 1e6 };
-        vec![sample("device", &decodes.decode_device_us), sample("host", &decodes.decode_host_us)]
+        vec![
+            sample("device", &decodes.decode_device_us),
+            sample("host", &decodes.decode_host_us),
+            sample("idle", &decodes.decode_idle_us),
+        ]
     })?;
     let eager = Arc::clone(engine);
     let help = "Decode steps on a GPU that were not one graph, by why.";

@@ -1,6 +1,7 @@
 //! The engine over a decoder that is exact arithmetic: whatever happens to a sequence on its way, its tokens are those of
 //! the plain function, or its end is a typed error.
 mod arithmetic;
+mod device;
 
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;

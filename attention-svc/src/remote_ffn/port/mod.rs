@@ -139,6 +139,7 @@ impl FfnPort for RemoteFfn {
     }
 
     fn end_with(&mut self, ending: Ending) {
+        self.streams.iter_mut().for_each(|streams| streams.end_with(ending.clone()));
         self.ending = Some(ending);
     }
 
@@ -224,6 +225,11 @@ impl FfnPort for RemoteFfn {
         if self.by_stream() { Some(self) } else { None }
     }
 
+    fn stream_under_way(&mut self) -> Option<&mut dyn StreamFfn> {
+        // Also without a rank: the step has to be waited for.
+        if self.streams.is_some() { Some(self) } else { None }
+    }
+
     // Never over links that a stream drives: there a plan is what starts its step.
     fn announce_ahead(&mut self, next: &StepOutline) {
         self.announced.tell_ahead(next, self.edges.iter(), &self.stats);
@@ -258,6 +264,10 @@ impl FfnPort for RemoteFfn {
 
     fn ready(&self) -> bool {
         self.is_complete()
+    }
+
+    fn has_news(&self) -> bool {
+        !self.events.is_empty()
     }
 
     fn standing(&self) -> String {

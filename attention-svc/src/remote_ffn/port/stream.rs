@@ -60,6 +60,14 @@ impl StreamFfn for RemoteFfn {
         self.streams()?.watch(mark, deadline).map_err(late)
     }
 
+    fn runs_ahead(&self) -> bool {
+        self.streams.as_ref().is_some_and(Streams::runs_ahead)
+    }
+
+    fn is_sound(&self) -> bool {
+        self.streams.as_ref().is_some_and(Streams::is_sound)
+    }
+
     fn check(&mut self) -> Result<(), FfnLoss> {
         let (stats, now) = (Arc::clone(&self.stats), self.clock.now());
         let checked = self.streams()?.check(&stats, now);

@@ -20,7 +20,7 @@ use super::stats::FfnStats;
 use super::stream_edge::StreamEdge;
 use super::stream_times::StreamTimes;
 use crate::device::StepRun;
-use crate::engine::{DeviceTimes, FfnLoss};
+use crate::engine::{DeviceTimes, Ending, FfnLoss};
 
 mod hops;
 
@@ -55,6 +55,7 @@ pub(super) struct Streams {
     times: Option<DeviceTimes>,
     /// Of the step under way.
     step_id: StepId,
+    ending: Option<Ending>,
 }
 
 struct Step {
@@ -75,7 +76,12 @@ impl Streams {
             timing: None,
             times: None,
             step_id: StepId(0),
+            ending: None,
         }
+    }
+
+    pub(super) fn end_with(&mut self, ending: Ending) {
+        self.ending = Some(ending);
     }
 
     // ---- edges come and go
@@ -142,6 +148,17 @@ impl Streams {
     /// With NCCL a large send ends when the peer receives: one stage's rows would wait for a peer that sends another's.
     pub(super) fn max_stages(&self) -> usize {
         if self.used().any(|edge| edge.link.kind == LinkKind::Nccl) { 1 } else { usize::MAX }
+    }
+
+    /// NCCL wants its calls of one step to be over before those of another are enqueued, unless it guards them itself, which
+    /// costs more than it gives.
+    pub(super) fn runs_ahead(&self) -> bool {
+        self.used().all(|edge| edge.link.kind != LinkKind::Nccl)
+    }
+
+    /// Whether no wait has found anything amiss.
+    pub(super) fn is_sound(&self) -> bool {
+        self.used().all(|edge| edge.link.channel.check().is_ok())
     }
 
     /// The edges that steps use, in shard order.
@@ -282,7 +299,8 @@ impl Streams {
     }
 
     /// Waits for a mark on the stream. What waits there for a rank whose control task has ended is given up, once, instead of
-    /// being patient: a process that was killed closes its connections long before anybody's patience ends.
+    /// being patient: a process that was killed closes its connections long before anybody's patience ends. So is what waits for
+    /// any when this process has to have ended.
     ///
     /// # Errors
     /// [`GpuError::Late`] after `deadline`, [`GpuError::Driver`].
@@ -291,7 +309,9 @@ impl Streams {
         let mut given_up = false;
         while !mark.is_done()? {
             if !given_up {
-                let gone = self.used().filter(|edge| edge.control.plans.is_closed());
+                let deadline = self.ending.as_ref().and_then(Ending::deadline);
+                let ends = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+                let gone = self.used().filter(|edge| ends || edge.control.plans.is_closed());
                 given_up = gone.inspect(|edge| edge.link.channel.abort()).count() > 0;
             }
             let waited = begin.elapsed();
