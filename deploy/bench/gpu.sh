@@ -5,8 +5,11 @@
 #   deploy/bench/gpu.sh [--bin DIR] [SECTION...]
 #
 # DIR (default: target/debug) holds afd-gpu-bench, and afd-gpu-device-test if the tests are to run too; with attention-svc
-# and ffn-svc the services are checked and measured behind it (gpu_serve.py, which can also be called by itself). CUDA's
-# libraries are the ones of the Python that has torch. Tables are printed last; they and the log go to $OUT (default: .).
+# and ffn-svc the services are checked and measured behind it (gpu_serve.py, on two GPUs gpu_pair.py, which can also be called
+# by themselves). CUDA's libraries are the ones of the Python that has torch. What is checked for correctness comes first:
+# device tests, the channels' contract, float32 fixtures token for token over every link, bfloat16 by teacher-forcing. Then
+# hops, decode and prompts by concurrency, one GPU beside the pair, one and two stages, with graphs and without, bubbles,
+# experts by rows, and what is left after loss. Every table is printed again at the end; they and the logs go to $OUT (default: .).
 set -euo pipefail
 
 bin=target/debug
@@ -15,7 +18,7 @@ if [ "${1:-}" = --bin ]; then
     shift 2
 fi
 out=${OUT:-.}
-[ $# -gt 0 ] || set -- machine rows layer moe mla contract hops
+[ $# -gt 0 ] || set -- machine rows layer moe mla hops
 
 # The wheels call NCCL libnccl.so.2; it is looked up as libnccl.so.
 wheels=$(python3 - <<'PY'
@@ -30,24 +33,42 @@ export LD_LIBRARY_PATH=$links:$wheels/cu13/lib:$wheels/nccl/lib${LD_LIBRARY_PATH
 # NVLink multicast must stay off on shared hosts.
 export NCCL_NVLS_ENABLE=0
 
+tables=$out/tables.txt
 {
     date -u +"%Y-%m-%d %H:%M UTC"
     nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader
     echo "command: gpu.sh $*"
-} | tee "$out/machine.txt"
+} | tee "$tables"
 
 status=0
+here=$(cd "$(dirname "$0")" && pwd)
+# What a part prints goes to the tables; it may fail without the others.
+part() {
+    echo "== $*" | sed "s|$bin/||" >>"$tables"
+    timeout "${BENCH_TIMEOUT:-400}" "$@" 2>>"$out/log.txt" | tee -a "$tables" || status=1
+}
+services() {
+    local script=$1
+    shift
+    [ ! -x "$bin/attention-svc" ] ||
+        part python3 "$here/$script" --bin "$bin" --fixtures "$here/../../tests/fixtures" --out "$out" "$@"
+}
+pair() {
+    [ ! -x "$bin/ffn-svc" ] || [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || services gpu_pair.py "$@"
+}
+
 if [ -x "$bin/afd-gpu-device-test" ]; then
-    timeout 120 "$bin/afd-gpu-device-test" --nocapture 2>&1 | tee "$out/tests.txt" || status=1
+    part "$bin/afd-gpu-device-test" --nocapture
 fi
-timeout "${BENCH_TIMEOUT:-400}" "$bin/afd-gpu-bench" --out "$out" "$@" 2>"$out/log.txt" || status=1
+part "$bin/afd-gpu-bench" --out "$out" contract
+services gpu_serve.py fixtures shallow
+pair fixtures
+part "$bin/afd-gpu-bench" --out "$out" "$@"
+services gpu_serve.py mono
+pair pair profile prompts
+# What may leave a device in a state comes last.
+pair drain loss
 tail -c 3000 "$out/log.txt"
-if [ -x "$bin/attention-svc" ]; then
-    here=$(cd "$(dirname "$0")" && pwd)
-    common=(--bin "$bin" --fixtures "$here/../../tests/fixtures" --out "$out")
-    python3 "$here/gpu_serve.py" "${common[@]}" fixtures shallow mono || status=1
-    if [ -x "$bin/ffn-svc" ] && [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
-        python3 "$here/gpu_pair.py" "${common[@]}" fixtures pair profile prompts loss || status=1
-    fi
-fi
+echo
+cat "$tables"
 exit $status

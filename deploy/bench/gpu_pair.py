@@ -6,9 +6,10 @@
 Sections: fixtures (tiny checkpoints in float32, greedy, token for token, over every kind of link), shards (the same with
 two FFN shards, and few layers of full width in bfloat16 through the decode kernels), pair (full-size dummy weights by
 layout, beside peers and floors), sampled (tokens drawn on the device, against what teacher-forcing says could be
-drawn), profile (a timeline of both GPUs), prompts (the same of steps that read 64 prompts, by what each GPU waits for),
-loss (kill -9 of the FFN, and of attention, while requests decode; a new one comes up in
-its place, and what was answered is judged). A section's table is printed when it ends.
+drawn), profile (a timeline of both GPUs), prompts (the same of steps that
+read 64 prompts, the first ever and others, by what each GPU waits for),
+drain (SIGTERM while steps are under way), loss (kill -9 of the FFN, and of
+attention, while requests decode; a new one comes up in its place, and what was answered is judged). A section's table is printed when it ends.
 """
 import argparse
 import json
@@ -16,16 +17,14 @@ import math
 import os
 import pathlib
 import re
-import signal
-import socket
+import shlex
 import sys
-import threading
 import time
 
-from gpu_serve import FAMILIES, HEAD, Process, bench, complete, forced, full_size, judge, measure, metrics
-from gpu_serve import model_folder, post
-
-MODEL = "deepseek-v2-lite"
+from gpu_loss import drain, loss
+from gpu_rig import MODEL, Pair, dummy_weights, expected_of, ffn_command, full_size_ffn, tiny_attention, tiny_ffn, together
+from gpu_serve import FAMILIES, HEAD, bench, complete, full_size, get, judge, measure, metrics, model_folder, post
+from gpu_timeline import steps_of_prompts, told
 
 # label, link, more options of the attention rank
 LAYOUTS = {
@@ -37,83 +36,6 @@ LAYOUTS = {
     # With NCCL's guard for graphs beside other work, which the services do not need.
     "nccl1": ("1A1F nccl, guarded", "nccl", ["--stages", "1"]),
 }
-EXTRA = {"1A1F nccl, guarded": {"NCCL_GRAPH_MIXING_SUPPORT": "1"}}
-
-
-def ffn_command(args, model, *more):
-    return [str(args.bin / "ffn-svc"), "serve", "--device", "cuda:0", "--model", str(model), *more]
-
-
-def dummy_weights(args):
-    return ["--load-format", "dummy", "--dtype", "bfloat16", "--max-tokens-per-stage", str(args.batched_tokens)]
-
-
-def full_size_ffn(args):
-    return ffn_command(args, model_folder(args, MODEL, None), *dummy_weights(args))
-
-
-class Pair:
-    """Attention and its FFN ranks, ready. `ffns` are commands with the GPU that each runs on."""
-
-    def __init__(self, args, label, ffns, attention, link, listen="127.0.0.1:0"):
-        self.extra = EXTRA.get(label, {})
-        self.args, self.begun, self.attention, self.ffns = args, time.time(), None, []
-        self.name = label.replace(" ", "-").replace(",", "")
-        self.command, self.lives = attention, 0
-        try:
-            for rank, (command, gpu) in enumerate(ffns):
-                self.ffns.append(Process(f"{self.name}-ffn{rank}", command, args.out, gpus=gpu, extra=self.extra, listen=listen))
-            addresses = [ffn.address(time.time() + 120) for ffn in self.ffns]
-            self.command = [*attention, "--ffn", ",".join(addresses), "--link", link]
-            self.start_attention()
-        except BaseException:
-            self.stop()
-            raise
-        self.started_s = time.time() - self.begun
-
-    def start_attention(self):
-        """Again, after it has gone."""
-        self.lives += 1
-        self.attention = Process(f"{self.name}-attention{self.lives}", self.command, self.args.out, gpus="0", extra=self.extra)
-        self.address = self.attention.ready(90)
-
-    def stop(self):
-        for process in (self.attention, *self.ffns):
-            if process:
-                process.stop()
-
-
-def together(calls):
-    """The results of the calls, run at the same time; an exception is a result."""
-    found = [None] * len(calls)
-
-    def run(i):
-        try:
-            found[i] = calls[i]()
-        except Exception as error:  # noqa: BLE001
-            found[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def tiny_attention(args, name):
-    command = [str(args.bin / "attention-svc"), "serve", "--model", str(args.fixtures / "tiny" / name), "--device", "cuda:0"]
-    return [*command, "--dtype", "float32", "--kv-cache-blocks", "512", "--max-num-seqs", "16", "--stages", "1"]
-
-
-def tiny_ffn(args, name, *more):
-    return ffn_command(args, args.fixtures / "tiny" / name, "--dtype", "float32", *more)
-
-
-def expected_of(args, name):
-    return json.loads((args.fixtures / "expected" / f"{name}.json").read_text())["prompts"]
-
-
 def token_for_token(args, lines, name, link, ffns, label):
     """A tiny checkpoint's recorded completions, one by one and all at once."""
     expected = expected_of(args, name)
@@ -134,7 +56,7 @@ def token_for_token(args, lines, name, link, ffns, label):
 
 
 def fixtures(args, lines):
-    links = [("cuda-ipc", name) for name in FAMILIES] + [(link, "tiny-deepseek-v2") for link in ("nccl", "shm", "tcp")]
+    links = [("cuda-ipc", name) for name in args.families] + [(link, "tiny-deepseek-v2") for link in ("nccl", "shm", "tcp")]
     equal = [token_for_token(args, lines, name, link, [(tiny_ffn(args, name), "1")], link) for link, name in links]
     return all(equal)
 
@@ -182,8 +104,9 @@ def pair(args, lines):
             judge(running.address, MODEL, lines, f"  {label} (random weights are chaotic over 27 layers; not counted)")
             measure(args, running.address, MODEL, lines, label, 1, gpus=2)
             counted = metrics(running.address)
-            told = {k: v for k, v in counted.items() if "graph" in k and float(v)}
+            told = {k: v for k, v in counted.items() if ("graph" in k or "by_stages" in k) and float(v)}
             lines.append(f"    {told}")
+            histogram(running.ffns[0], lines)
         except Exception as error:  # noqa: BLE001
             good = False
             lines.append(f"  {label}: FAILED: {str(error)[-1200:]}")
@@ -191,6 +114,18 @@ def pair(args, lines):
             if running:
                 running.stop()
     return good
+
+
+def histogram(ffn, lines):
+    """How evenly rows fall on experts: of all layers' experts, how many got how much of their layer's mean."""
+    layers = get(ffn.address(time.time() + 5), "/expert-counts")["layers"].values()
+    shares = [rows * len(layer["rows"]) / max(sum(layer["rows"].values()), 1) for layer in layers for rows in layer["rows"].values()]
+    edges = [0, 0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, math.inf]
+    counts = [sum(low <= share < high for share in shares) for low, high in zip(edges, edges[1:])]
+    bars = "  ".join(f"{low:g}+ {count}" for low, count in zip(edges, counts))
+    rows = sum(sum(layer["rows"].values()) for layer in layers)
+    lines.append(f"    {len(shares)} experts of {len(layers)} layers, {rows} choices; experts by their rows over the layer's mean: {bars}")
+    lines.append(f"      least {min(shares, default=0):.2f}, most {max(shares, default=0):.2f} of the mean; never chosen {sum(share == 0 for share in shares)}")
 
 
 def sampled(args, lines):
@@ -312,202 +247,30 @@ def profile_stages(args, lines, stages):
         running.stop()
 
 
-def told(events, lines, label):
-    """What a timeline says of its decode steps."""
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    slices = [dict(e, lane=lanes[e["pid"], e["tid"]], end=e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    device = [e for e in slices if e["lane"] == "device"]
-    key = lambda e: (e["args"]["step"], e["args"]["layer"], e["lane"].split(",")[0])
-    hops = {key(e): e for e in slices if "hops to shard" in e["lane"]}
-    computed = [e for e in slices if e["name"].startswith("compute ") and processes[e["pid"]].startswith("F")]
-    mean = lambda found: sum(e["dur"] for e in found) / max(len(found), 1)
-    attends = [e for e in device if e["name"].startswith("attention")]
-    pairs = [(hops.get(key(e)), e) for e in computed]
-    inside = [h is not None and h["ts"] - 30 <= e["ts"] and e["end"] <= h["end"] + 30 for h, e in pairs]
-    beyond = [h["dur"] - e["dur"] for h, e in pairs if h]
-    # From the first attention of a step to the last hop's end, on both devices.
-    spans = {}
-    for e in (*attends, *hops.values()):
-        begin, end = spans.get(e["args"]["step"], (e["ts"], e["end"]))
-        spans[e["args"]["step"]] = (min(begin, e["ts"]), max(end, e["end"]))
-    span = sum(end - begin for begin, end in spans.values())
-    bubbles = [100 - 100 * sum(e["dur"] for e in found) / max(span, 1) for found in (attends, computed)]
-    good = len(attends) >= 27 * 9 and len(computed) == len(hops) == len(attends) and sum(inside) >= 0.95 * len(inside)
-    lines.append(
-        f"  {label}: {sorted(set(lanes.values()))} of {sorted(processes.values())}\n"
-        f"      a layer, us: attention {mean(attends):.1f}, hop {mean(list(hops.values())):.1f}, of it the FFN {mean(computed):.1f}; "
-        f"{sum(inside)} of {len(inside)} computations inside their hop (within 30 us); hop beyond compute, median {sorted(beyond)[len(beyond) // 2] if beyond else -1:.1f} "
-        f"{'ok' if good else 'FAILED'}\n"
-        f"      bubbles (eager, with marks): attention {bubbles[0]:.0f} %, FFN {bubbles[1]:.0f} %"
-    )
-    return good
-
-
 def prompts(args, lines):
-    """Steps that read 64 prompts at once: what each GPU does in them, and what it waits for."""
+    """Steps that read 64 prompts at once, of a pair that has read none yet and again: what each GPU does in them, and what it
+    waits for."""
     ffn = full_size_ffn(args)
     running = Pair(args, "prompts", [(ffn, "1")], full_size(args, MODEL), "cuda-ipc")
     try:
-        bench(args, running.address, MODEL, 64, 4)  # everything warm
-        out = args.out / "timeline-prompts.json"
+        for turn in ("first", "again"):
+            out = args.out / f"timeline-prompts-{turn}.json"
 
-        def record():
-            out.write_text(json.dumps(post(running.address, "/profile", {"steps": 16, "timeout_s": 20})))
+            def record():
+                out.write_text(json.dumps(post(running.address, "/profile", {"steps": 16, "timeout_s": 20})))
 
-        found = together([record, lambda: time.sleep(0.05) or bench(args, running.address, MODEL, 64, 16)])
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        steps_of_prompts(json.loads(out.read_text())["traceEvents"], lines)
+            found = together([record, lambda: time.sleep(0.05) or bench(args, running.address, MODEL, 64, 16)])
+            for one in found:
+                if isinstance(one, Exception):
+                    raise one
+            lines.append(f"  64 prompts, {turn}: TTFT p50 {found[1]['ttft_ms']['p50']:.0f} ms, with marks on every hop")
+            steps_of_prompts(json.loads(out.read_text())["traceEvents"], lines)
         return True
     finally:
         running.stop()
 
 
-def steps_of_prompts(events, lines):
-    """A line a step, ms. Between: since the step before had ended on attention's GPU."""
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    roles = {e["pid"]: e["args"]["name"][0] for e in events if e["name"] == "process_name"}
-    slices = [dict(e, lane=lanes[e["pid"], e["tid"]], end=e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    before = None
-    lines.append("  rows (stages)  step  between  on the devices  attention's busy  FFN's busy  FFN's first hop  FFN's idle between hops")
-    for step in (e for e in slices if e["lane"] == "engine" and e["name"].startswith("step ")):
-        own = [e for e in slices if e["args"].get("step") == step["args"]["step"]]
-        attends = [e for e in own if e["lane"] == "device" and e["name"].startswith("attention")]
-        hops = [e for e in own if "hops to shard" in e["lane"]]
-        computed = sorted((e for e in own if e["name"].startswith("compute ") and roles[e["pid"]] == "F"), key=lambda e: e["ts"])
-        if not attends or not hops or not computed or step["args"]["rows"] <= 64:
-            continue
-        begin, end = min(e["ts"] for e in attends), max(e["end"] for e in hops)
-        idle = sum(max(b["ts"] - a["end"], 0) for a, b in zip(computed, computed[1:]))
-        busy = lambda found: sum(e["dur"] for e in found)
-        told = [
-            step["dur"],
-            begin - before if before else 0,
-            end - begin,
-            busy(attends),
-            busy(computed),
-            computed[0]["ts"] - begin,
-            idle,
-        ]
-        before = end
-        lines.append(f"  {step['args']['rows']:6} ({step['args']['stages']})  " + "  ".join(f"{us / 1e3:8.2f}" for us in told))
-
-
-def kill_when_decoding(running, process, steps=100):
-    """kill -9 once the engine has run so many steps more."""
-    until = float(metrics(running.address)["afd_steps_total"]) + steps
-    deadline = time.time() + 60
-    while float(metrics(running.address)["afd_steps_total"]) < until and time.time() < deadline:
-        time.sleep(0.01)
-    os.kill(process.process.pid, signal.SIGKILL)
-
-
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return "127.0.0.1:{}".format(free.getsockname()[1])
-
-
-def judge_texts(address, prompts, texts, lines, label):
-    """The token oracle: no token further than 1.0 from the best one, teacher-forced."""
-    gaps = [forced(address, MODEL, p["input_ids"], t) for p, t in zip(prompts, texts) if isinstance(t, str)]
-    told = [gap for one in gaps for gap in one]
-    good = bool(told) and max(told) <= 1.0
-    worst = f"{sum(gap == 0 for gap in told)} the best, largest gap {max(told, default=-1):.3f}"
-    lines.append(f"    {label}: {len(told)} tokens judged, {worst} (allowed 1.0) {'ok' if good else 'FAILED'}")
-    return good
-
-
-def loss(args, lines):
-    good = loss_exact(args, lines)
-    return loss_full_size(args, lines) and good
-
-
-def loss_exact(args, lines):
-    """In float32 every answer is the recorded one, whatever is killed meanwhile: the FFN, then attention."""
-    name, listen, good = "tiny-deepseek-v2", free_address(), True
-    expected = expected_of(args, name)
-    running = Pair(args, "loss exact", [(tiny_ffn(args, name), "1")], tiny_attention(args, name), "cuda-ipc", listen)
-    try:
-        until, answers, back = [time.time() + 60], [], []
-
-        def ask(p):
-            while time.time() < until[0]:
-                answers.append((p, complete(running.address, name, p, len(p["generated_ids"])), time.time()))
-
-        def kill():
-            try:
-                kill_when_decoding(running, running.ffns[0])
-                killed = time.time()
-                running.ffns.append(Process("loss-exact-ffn-again", tiny_ffn(args, name), args.out, gpus="1", listen=listen))
-                running.ffns[-1].address(time.time() + 60)
-                back.append(time.time())
-                return killed
-            finally:
-                until[0] = time.time() + 3
-
-        killed, *others = together([kill, *(lambda p=p: ask(p) for p in expected)])
-        wrong = sum(text != p["generated_text"] for p, text, _ in answers)
-        after = sum(at > killed for _, _, at in answers) if isinstance(killed, float) else 0
-        errors = [repr(one)[:200] for one in others if one is not None]
-        counted = metrics(running.address)["afd_ffn_losses_total"]
-        good &= wrong == 0 and not errors and after > 0
-        lines.append(f"  float32, FFN killed: {len(answers)} answers, {after} of them after the kill, {wrong} wrong; losses {counted} {errors or ''}")
-        later = [at for _, _, at in answers if back and at > back[0]]
-        if later:
-            lines.append(f"    a new FFN was there {back[0] - killed:.1f} s after the kill, the first answer {min(later) - back[0]:.1f} s later")
-        asked = [lambda p=p: complete(running.address, name, p, len(p["generated_ids"])) for p in expected * 4]
-        failed = together([lambda: kill_when_decoding(running, running.attention, 20), *asked])[1:]
-        running.start_attention()
-        found = together([lambda p=p: complete(running.address, name, p, len(p["generated_ids"])) for p in expected])
-        same = sum(text == p["generated_text"] for text, p in zip(found, expected))
-        cut = sum(not isinstance(text, str) for text in failed)
-        good &= same == len(expected)
-        lines.append(f"  float32, attention killed with {cut} requests in it: a new one on the same FFN answers {same} of {len(expected)} as recorded")
-    finally:
-        running.stop()
-    return good
-
-
-def loss_full_size(args, lines):
-    """Full size in bfloat16, graphs replayed on both sides: what is answered is teacher-forced through the same pair."""
-    good, listen = True, free_address()
-    ffn = full_size_ffn(args)
-    running = Pair(args, "loss", [(ffn, "1")], full_size(args, MODEL, "--stages", "1"), "cuda-ipc", listen)
-    try:
-        prompts = [{"input_ids": [(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(200)]} for i in range(8)]
-        calls = [lambda p=p: complete(running.address, MODEL, p, 600) for p in prompts]
-        undisturbed = together(calls)
-
-        def kill():
-            kill_when_decoding(running, running.ffns[0])
-            running.ffns.append(Process("loss-ffn-again", ffn, args.out, gpus="1", listen=listen))
-
-        found = together([kill, *calls])[1:]
-        answered = sum(isinstance(text, str) and len(text.split()) == 600 for text in found)
-        same = sum(text == before for text, before in zip(found, undisturbed))
-        lines.append(f"  bfloat16, FFN killed: {answered} of 8 answered in full, {same} word for word as without it")
-        lines += [f"    {text!r}"[:300] for text in found if not isinstance(text, str)]
-        good &= answered == 8
-        good &= judge_texts(running.address, prompts, found, lines, "with the kill")
-        judge_texts(running.address, prompts, undisturbed, lines, "without it (not counted)")
-        cut = together([lambda: kill_when_decoding(running, running.attention), *calls])[1:]
-        begun = time.time()
-        running.start_attention()
-        again = together([lambda p=p: complete(running.address, MODEL, p, 100) for p in prompts])
-        failed, answered = sum(not isinstance(text, str) for text in cut), sum(isinstance(text, str) for text in again)
-        counted = {k: v for k, v in metrics(running.ffns[-1].address(time.time() + 5)).items() if "stream_steps" in k}
-        lines.append(f"  bfloat16, attention killed with {failed} requests in it: a new one is ready after {running.attention.started_s:.1f} s on the same FFN, {answered} of 8 answered")
-        lines.append(f"    FFN: {counted}")
-        good &= answered == 8 and judge_texts(running.address, prompts, again, lines, "by the new one")
-        return good
-    finally:
-        running.stop()
-
-
-SECTIONS = {"fixtures": fixtures, "shards": shards, "pair": pair, "sampled": sampled, "profile": profile, "prompts": prompts, "loss": loss}
+SECTIONS = {"fixtures": fixtures, "shards": shards, "pair": pair, "sampled": sampled, "profile": profile, "prompts": prompts, "drain": drain, "loss": loss}
 
 
 def main():
@@ -521,6 +284,8 @@ def main():
     parser.add_argument("--output-len", type=int, default=128)
     # Eight prompts of 1024 a stage, of two, and whoever decodes beside them: without the rest a prompt's end waits for the next step.
     parser.add_argument("--batched-tokens", type=int, default=2 * 8192 + 128, help="most tokens of a step")
+    parser.add_argument("--families", type=lambda text: text.split(","), default=FAMILIES, help="of the section fixtures")
+    parser.add_argument("--attention", type=shlex.split, default=[], help="more options of the attention rank")
     parser.add_argument("--ffn-gpu", default="1", help="where the FFN of sampled and profile is; beside attention it is slow")
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     args = parser.parse_args()

@@ -106,6 +106,11 @@ def post(address, path, body, timeout=120):
         return json.load(answer)
 
 
+def get(address, path):
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        return json.load(answer)
+
+
 def metrics(address):
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
         text = answer.read().decode()
@@ -249,18 +254,19 @@ def measure(args, address, name, lines, label, peer, gpus=1):
         def part(name):
             return grown(f'afd_engine_seconds_total{{part="{name}"}}') * 1e3 / max(steps, 1)
 
-        # Of decode steps alone, us: what the device waits for the host between two of them.
+        # Of decode steps alone, us: what the host does for one, and how long the device has nothing to do between two.
         host = grown('afd_decode_step_seconds_total{where="host"}') * 1e6 / max(grown("afd_decode_steps_total"), 1)
+        idle = grown('afd_decode_step_seconds_total{where="idle"}') * 1e6 / max(grown("afd_decode_gaps_total"), 1)
 
         lines.append(
             f"  {label:22} {concurrency:4}  {level['itl_ms']['p50']:7.3f} {level['tpot_ms']['p50']:7.3f} "
-            f"{level['ttft_ms']['p50']:8.1f} {level['output_tokens_per_s']:9.0f} {level['output_tokens_per_s'] / gpus:8.0f} {host:6.0f}  "
+            f"{level['ttft_ms']['p50']:8.1f} {level['output_tokens_per_s']:9.0f} {level['output_tokens_per_s'] / gpus:8.0f} {host:6.0f} {idle:6.1f}  "
             f"{PEERS.get(concurrency, (0, 0))[peer]:6.2f} {FLOORS.get(concurrency, 0):6.2f}   "
             f"sched {part('schedule'):.3f} attn {part('attention'):.3f} sample {part('sample'):.3f} step {part('step'):.3f} x{steps:.0f}"
         )
 
 
-HEAD = "  layout                 conc   ITL p50 TPOT p50 TTFT p50   tokens/s  per GPU host us  peer   floor   engine, ms a step"
+HEAD = "  layout                 conc   ITL p50 TPOT p50 TTFT p50   tokens/s  per GPU  host us idle us  peer   floor   engine, ms a step"
 
 
 def shallow(args, lines):
