@@ -13,35 +13,9 @@
 // With EXPERTS 0 there is no router: a dense MLP is nothing but shared experts.
 //
 // A token t owns rows t * CHOICES .. + CHOICES of the intermediate tensors: TOP_K routed, then SHARED.
-// The router, and what lies where in `routing`: moe_router.cuh.
+// The router, and what lies where in `routing`: moe_router.cuh. Who has which tiles: moe_pool.cuh.
 
 // ---- the two products -------------------------------------------------------------------------------------------
-
-// Multiprocessors do not get equal bandwidth, so each block has a first part of the routed tiles for itself, one after
-// the other, and the rest is a pool that blocks take from: four tiles at a time, later two, at the very end one.
-struct Pool {
-    int fours, twos, begin, end;
-};
-
-DEVICE Pool pool_of(int routed_tiles) {
-    Pool p;
-    p.begin = (int)((long long)routed_tiles * STATIC_PERCENT / 100);
-    p.end = routed_tiles;
-    const int size = p.end - p.begin, n = gridDim.x;
-    p.fours = max(0, size - 3 * n) / 4;
-    p.twos = max(0, size - 4 * p.fours - n) / 2;
-    return p;
-}
-// Tiles of the `ticket`th taking; begin >= end when there are none left.
-DEVICE int2 taking(const Pool& p, int ticket) {
-    int at = ticket < p.fours ? 4 * ticket : 4 * p.fours, count = 4;
-    if (ticket >= p.fours) {
-        const int t = ticket - p.fours;
-        at += t < p.twos ? 2 * t : 2 * p.twos + (t - p.twos);
-        count = t < p.twos ? 2 : 1;
-    }
-    return make_int2(p.begin + at, min(p.begin + at + count, p.end));
-}
 
 // One product y[row] = W[expert] in[row] over all segments. WIDTH is the inner dimension, TILES the 16-row weight tiles
 // of an expert. GATED: 8 gate rows and 8 up rows make a tile, SwiGLU on the way out, rows come from the token's `in`;
@@ -66,6 +40,8 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
     __shared__ int announced_rows[STAGES][SEGMENT_ROWS]; // the segment's rows of the intermediate tensors
     __shared__ int announced_index[STAGES];              // which walk of the stage it is, to look ahead by
     constexpr int NO_MORE = -1 << 30;
+    // Of the next segment's rows, so many tiles are asked for while this one's last weights are multiplied: as registers allow.
+    constexpr int AHEAD_TILES = NT == 1 || GATED ? 1 : 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) trace(routing, GATED ? 1 : 2, 0);
 
@@ -169,6 +145,17 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 routed(mine.x, mine.y);
             }
         }
+        if (GATED && EXPERTS) {
+            // What this block's place will read first of the down product, so that memory has something to do until it can.
+            constexpr int PREFETCHED_TILES = 3, DOWN_TILES = HIDDEN / 16, BYTES = 16 * INTER * 2, PIECE = 4096;
+            const long long own = (long long)load_fresh(routing) * DOWN_TILES * STATIC_PERCENT / 100;
+            const int begin = (int)(own * blockIdx.x / n), end = min((int)(own * (blockIdx.x + 1) / n), begin + PREFETCHED_TILES);
+            for (int u = begin; u < end; ++u) {
+                const int expert = load_fresh(routing + SEGMENTS + 2 * (u / DOWN_TILES));
+                const u8* from = (const u8*)(next_weight + ((size_t)expert * HIDDEN + u % DOWN_TILES * 16) * INTER);
+                for (int at = lane * PIECE; at < BYTES; at += 32 * PIECE) bulk_prefetch(from + at, min(PIECE, BYTES - at));
+            }
+        }
         barrier_wait(empty + 8 * stage, parity);
         if (lane == 0) {
             announced[stage] = make_int4(NO_MORE, 0, 0, 0);
@@ -193,7 +180,7 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
     if (!GATED) let_next_start();
     if (threadIdx.x == 0) trace(routing, GATED ? 1 : 2, 1);
     uint4 b[CHUNKS][NT];
-    uint4 ahead[NT == 1 ? CHUNKS : 1]; // of the next tile, when its segment is another
+    uint4 ahead[CHUNKS][AHEAD_TILES]; // of the next tile, when its segment is another
     int ahead_index = -1;
     int segment = NO_MORE, rows = 0;
     int stage = 0, parity = 0, turn = 0, side = 0;
@@ -214,9 +201,11 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
             side ^= 1;
             rows = what.z;
             if (warp == 0 && lane < rows) segment_rows[side][lane] = announced_rows[stage][lane];
-            if (NT == 1 && ahead_index == i) {
+            if (ahead_index == i) {
 #pragma unroll
-                for (int c = 0; c < CHUNKS; ++c) b[c][0] = ahead[c];
+                for (int t = 0; t < NT; ++t)
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c) b[c][t] = t < AHEAD_TILES ? ahead[c][t < AHEAD_TILES ? t : 0] : make_uint4(0, 0, 0, 0);
             } else {
 #pragma unroll
                 for (int t = 0; t < NT; ++t) {
@@ -227,15 +216,16 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 }
             }
         }
-        if (NT == 1) {
-            const int next = stage + 1 == STAGES ? 0 : stage + 1;
-            if (load_acquire_shared(&announced_index[next]) == i + 1) {
-                const int4 then = announced[next];
-                if (then.x != segment && (waited || then.x < 0)) {
-                    ahead_index = i + 1;
-                    const int row = g < then.z ? announced_rows[next][g] : 0;
+        const int next = stage + 1 == STAGES ? 0 : stage + 1;
+        if (load_acquire_shared(&announced_index[next]) == i + 1) {
+            const int4 then = announced[next];
+            if (then.x != segment && then.z <= AHEAD_TILES * 8 && (waited || then.x < 0)) {
+                ahead_index = i + 1;
 #pragma unroll
-                    for (int c = 0; c < CHUNKS; ++c) ahead[c] = g < then.z ? part(row, c) : make_uint4(0, 0, 0, 0);
+                for (int t = 0; t < AHEAD_TILES; ++t) {
+                    const int n = t * 8 + g, row = n < then.z ? announced_rows[next][n] : 0;
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c) ahead[c][t] = n < then.z ? part(row, c) : make_uint4(0, 0, 0, 0);
                 }
             }
         }

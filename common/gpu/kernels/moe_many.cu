@@ -15,11 +15,12 @@ KERNEL void many_choose(const float* logits, const float* bias, int* ids, float*
     if (row >= rows) return;
     const float* own = logits + (size_t)row * EXPERTS;
     const auto logit = [&](int e) { return ROUND_LOGITS ? f32_of(bf16_of(own[e])) : own[e]; };
-    const Choice mine = choose_experts<EXPERTS, TOP_K, SIGMOID>(logit, bias, lane);
+    float scores[(EXPERTS + 31) / 32];
+    const int expert = pick_experts<EXPERTS, TOP_K, SIGMOID>(scores, logit, bias, lane);
+    const float weight = weigh_experts<EXPERTS, TOP_K, SIGMOID, NORMALIZE>(scores, expert, lane);
     if (lane >= TOP_K) return;
-    const bool local = mine.expert >= first_local && mine.expert < first_local + num_local;
-    const float weight = NORMALIZE ? mine.score / mine.all_scores : mine.score;
-    ids[row * TOP_K + lane] = local ? mine.expert - first_local : -1;
+    const bool local = expert >= first_local && expert < first_local + num_local;
+    ids[row * TOP_K + lane] = local ? expert - first_local : -1;
     weights[row * TOP_K + lane] = local ? weight * scale : 0.f;
 }
 
@@ -51,8 +52,10 @@ DEVICE int block_scan(int value, int& before, int* scratch) {
 }
 
 // Block e gives places to the choices of expert e, in their order, behind those of all experts before it; ends[e] is where
-// they end. A choice of nobody here (-1) gets place -1. grid local experts, 1024 threads
-KERNEL void __launch_bounds__(1024) many_place(const int* ids, int* positions, int* ends, int count) {
+// they end. A choice of nobody here (-1) gets place -1. tally [num_experts], if there is one: how often each was chosen, added to.
+// grid local experts, 1024 threads
+KERNEL void __launch_bounds__(1024)
+many_place(const int* ids, int* positions, int* ends, u64* tally, int count, int first_local) {
     __shared__ int scratch[32];
     const int expert = blockIdx.x;
     const int each = ((count + 1023) / 1024 + 3) / 4 * 4, begin = threadIdx.x * each, end = min(begin + each, count);
@@ -71,7 +74,10 @@ KERNEL void __launch_bounds__(1024) many_place(const int* ids, int* positions, i
     }
     int at, unused;
     const int first = block_scan(earlier, unused, scratch), all = block_scan(own, at, scratch);
-    if (threadIdx.x == 0) ends[expert] = first + all;
+    if (threadIdx.x == 0) {
+        ends[expert] = first + all;
+        if (tally) atomicAdd(tally + first_local + expert, (u64)all);
+    }
     if (own == 0 && expert) return;
     at += first;
     for (int i = begin; i < end; ++i) {

@@ -22,12 +22,13 @@ DEVICE void trace(int* routing, int kernel, int what) {
 #endif
 
 // Logits of 16 experts and 8 rows a block; the blocks of a row group are a cluster, whose first chooses the experts. The
-// last group of all writes the permutation; *ticket counts groups, and is zero before and after.
+// last group of all writes the permutation; *ticket counts groups, and is zero before and after. tally [num_experts], if there is one:
+// how often each expert was chosen, added to.
 // grid (ceil(max_rows / 8), EXPERTS / 16), 256 threads
 #if EXPERTS
 KERNEL void __cluster_dims__(1, EXPERTS / 16, 1)
 moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, int* routing, float* weights, u32* ticket,
-           const int* num_rows, int max_rows, float scale, int first_local, int num_local) {
+           u64* tally, const int* num_rows, int max_rows, float scale, int first_local, int num_local) {
     constexpr int CHUNKS = HIDDEN / 256; // of 32 elements, a warp
     constexpr int PER_LANE = (EXPERTS + 31) / 32;
     __shared__ float4 partial[8][32];
@@ -81,12 +82,12 @@ moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, 
     // One warp a row: the best TOP_K of its logits, ties to the lower index.
     const int row = group * 8 + warp;
     if (row < rows) {
-        const Choice mine =
-            choose_experts<EXPERTS, TOP_K, SIGMOID>([&](int e) { return group_logits[warp][e]; }, bias, lane);
+        float own[PER_LANE];
+        const int expert = pick_experts<EXPERTS, TOP_K, SIGMOID>(own, [&](int e) { return group_logits[warp][e]; }, bias, lane);
+        const float weight = weigh_experts<EXPERTS, TOP_K, SIGMOID, NORMALIZE>(own, expert, lane);
         if (lane < TOP_K) {
-            const bool local = mine.expert >= first_local && mine.expert < first_local + num_local;
-            const float weight = NORMALIZE ? mine.score / mine.all_scores : mine.score;
-            const int id = local ? mine.expert - first_local : -1;
+            const bool local = expert >= first_local && expert < first_local + num_local;
+            const int id = local ? expert - first_local : -1;
             weights[row * TOP_K + lane] = local ? weight * scale : 0.f;
             ids[warp * TOP_K + lane] = id;
             if (gridDim.x > 1) routing[TOPK_IDS + row * TOP_K + lane] = id;
@@ -137,6 +138,7 @@ moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, 
             const int e = lane * PER_LANE + i;
             if (e >= EXPERTS) break;
             first_segments[e] = before;
+            if (tally && count[i]) atomicAdd(tally + first_local + e, (u64)count[i]);
             counts[e] = 0; // then how many rows have a place
             for (int done = 0; done < count[i]; done += SEGMENT_ROWS)
                 ((int2*)(routing + SEGMENTS))[before++] = make_int2(e, min(SEGMENT_ROWS, count[i] - done));

@@ -114,6 +114,8 @@ DEVICE void fetch_box(u32 destination, const TensorMap& map, int x, int y, int z
 }
 // Where shared memory was written by ordinary stores, before the copy engine may write it again.
 DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for memory of the device that others wrote, by who knows that they did and will ask the copy engine for it.
+DEVICE void fence_for_copies_of_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // A barrier among `threads` threads of the block; ids 1..15 (0 is __syncthreads).
 DEVICE void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -204,6 +206,7 @@ DEVICE int load_acquire(const int* p) {
     return v;
 }
 DEVICE void store_release(int* p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE void add_release(int* p, int v) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE int load_acquire_shared(const int* p) {
     int v;
     asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");

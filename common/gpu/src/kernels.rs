@@ -16,6 +16,8 @@ pub enum Source {
     Channel,
     /// Mixture of experts for few rows.
     Moe,
+    /// The same for at most eight.
+    MoeWhole,
     /// What stands around the products of a mixture of experts with many rows.
     MoeMany,
     /// Those products.
@@ -38,9 +40,10 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Channel,
         Self::Moe,
+        Self::MoeWhole,
         Self::MoeMany,
         Self::MoeProduct,
         Self::Mla,
@@ -56,6 +59,7 @@ impl Source {
         match self {
             Self::Channel => ("channel.cu", include_str!("../kernels/channel.cu")),
             Self::Moe => ("moe.cu", include_str!("../kernels/moe.cu")),
+            Self::MoeWhole => ("moe_whole.cu", include_str!("../kernels/moe_whole.cu")),
             Self::MoeMany => ("moe_many.cu", include_str!("../kernels/moe_many.cu")),
             Self::MoeProduct => ("moe_product.cu", include_str!("../kernels/moe_product.cu")),
             Self::Mla => ("mla.cu", include_str!("../kernels/mla.cu")),
@@ -72,7 +76,14 @@ impl Source {
     fn shared(self) -> &'static str {
         match self {
             Self::Moe => {
-                concat!(include_str!("../kernels/choose.cuh"), include_str!("../kernels/moe_router.cuh"))
+                concat!(
+                    include_str!("../kernels/choose.cuh"),
+                    include_str!("../kernels/moe_pool.cuh"),
+                    include_str!("../kernels/moe_router.cuh")
+                )
+            }
+            Self::MoeWhole => {
+                concat!(include_str!("../kernels/choose.cuh"), include_str!("../kernels/moe_whole.cuh"))
             }
             Self::MoeMany => include_str!("../kernels/choose.cuh"),
             Self::MoeProduct | Self::MidProduct => include_str!("../kernels/wgmma.cuh"),

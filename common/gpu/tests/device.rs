@@ -31,12 +31,14 @@ fn every_kernel_file_compiles_for_hopper() {
         ("PACE", 950),
         ("TRACE", 1),
     ];
+    let whole = [&moe[..], &[("STAGES", 3)]].concat();
     let mla = [("LATENT", 512), ("ROPE", 64), ("BLOCK_SIZE", 16), ("STAGES", 5), ("VARIANT", 0)];
     let product =
         [("WIDTH", 1408), ("FEATURES", 2048), ("GATED", 0), ("EXPERTS", 64), ("TOP_K", 6), ("SHARED", 2)];
     for source in Source::ALL {
         let constants: &[_] = match source {
             Source::Moe | Source::MoeMany => &moe,
+            Source::MoeWhole => &whole,
             Source::MoeProduct => &product,
             Source::Mla => &mla,
             Source::Gqa => &[("DIM", 128), ("GROUP", 8), ("BLOCK_SIZE", 16), ("STAGES", 3)],
@@ -101,7 +103,8 @@ fn both_ends_on_one_device_keep_the_contract() {
     let barrier = Barrier::new(2);
     let prepared = || Prepared { channels: Vec::new(), barrier: &barrier };
     let (mut ends_a, mut ends_b) = (prepared(), prepared());
-    for _ in 0..8 {
+    // One for each scenario.
+    for _ in 0..9 {
         let (a, b) = DeviceChannel::local_pair(&device, limits).unwrap();
         ends_a.channels.push(a);
         ends_b.channels.push(b);

@@ -58,6 +58,7 @@ impl DeviceFfn {
                     first_expert: routed.map_or(0, |routed| routed.local.start),
                     num_here: stack.num_here(),
                     scale: routed.map_or(1.0, |routed| routed.scale),
+                    counts: None,
                     ahead: Vec::new(),
                 };
                 Ok((stack.shape, weights))

@@ -196,6 +196,7 @@ impl Pass<'_> {
             weights: self.room(&choices, Kind::Float)?.1,
             positions: self.room(&choices, Kind::Int)?.1,
             ends: to,
+            counts: None,
         };
         let local = (routed.local.clone(), routed.scale);
         self.around.place(&self.prompts.stream, &logits, bias.as_ref(), rows, local, &places)?;

@@ -15,6 +15,7 @@ mod loss;
 mod machine;
 mod mla;
 mod moe;
+mod moe_check;
 mod peer;
 mod products;
 mod rows;

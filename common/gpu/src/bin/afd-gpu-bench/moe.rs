@@ -1,17 +1,15 @@
-//! The mixture of experts at DeepSeek-V2-Lite's dimensions: checked row by row, then a whole model's layers in a graph,
-//! each with weights of its own, so that no cache helps.
-use half::bf16;
-
+//! The mixture of experts at DeepSeek-V2-Lite's dimensions: a whole model's layers in a graph, each with weights of its own,
+//! so that no cache helps.
 use afd_gpu::ops::{Moe, MoeOutput, MoeScoring, MoeShape, MoeTuning, MoeWeights};
 use afd_gpu::random::Random;
-use afd_gpu::reference::{self, Route, relative_error};
+use afd_gpu::reference::{self, Route};
 use afd_gpu::{Device, Region, Stream};
 
 use crate::table::{Table, us};
 use crate::timing::graph_us;
-use crate::{Result, machine};
+use crate::{Result, machine, moe_check};
 
-const LITE: MoeShape = MoeShape {
+pub(crate) const LITE: MoeShape = MoeShape {
     hidden: 2048,
     intermediate: 1408,
     num_experts: 64,
@@ -37,7 +35,7 @@ pub(crate) fn run(device: &Device) -> Result<String> {
     let random = Random::new(device)?;
     let layers = (0..LAYERS).map(|l| weights(device, &stream, &random, l)).collect::<Result<Vec<_>>>()?;
     stream.synchronize()?;
-    let mut text = check(device, &stream, &random, &layers[0])?;
+    let mut text = moe_check::run(device, &stream, &random, &layers[0])?;
     let rate = machine::read_rate(device)?;
     let mut table = Table::new(
         format!(
@@ -70,8 +68,9 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         let mut active = 0;
         let mut most = 0;
         for (layer, x) in layers.iter().zip(&x) {
-            moe.route(&stream, layer, x, rows, None)?;
-            let counts = counts(&routes(&moe.logits().read::<f32>()?));
+            moe.enqueue(&stream, layer, x, rows, None, &out)?;
+            let logits = moe.logits().read::<f32>()?;
+            let counts = counts(&LITE, &routes(&LITE, &logits[..rows * LITE.num_experts], None));
             active += counts.iter().filter(|c| **c > 0).count();
             most = most.max(counts.into_iter().max().unwrap_or(0));
         }
@@ -86,18 +85,17 @@ pub(crate) fn run(device: &Device) -> Result<String> {
                     .try_for_each(|(layer, x)| moe.enqueue(&stream, layer, x, rows, None, &out))
             })
         };
-        let each = |part: &dyn Fn(&MoeWeights, &Region) -> std::result::Result<(), afd_gpu::GpuError>| {
-            graph_us(&stream, 4, || layers.iter().zip(&x).try_for_each(|(layer, x)| part(layer, x)))
-        };
         let layer = all(&moe)? / LAYERS as f64;
         // One layer's routing for all, alone.
         moe.set_overlap(false);
         let apart = all(&moe)?;
-        let route = each(&|layer, x| moe.route(&stream, layer, x, rows, None))?;
-        let up = each(&|layer, x| moe.gate_up(&stream, layer, x, rows))?;
-        let down = each(&|layer, _| moe.down(&stream, layer, rows))?;
-        let combine = each(&|layer, _| moe.combine(&stream, layer, rows, None, &out))?;
-        let per_layer = |t: f64| us(t / LAYERS as f64);
+        let each = |part: usize| {
+            graph_us(&stream, 4, || {
+                let mut layers = layers.iter().zip(&x);
+                layers.try_for_each(|(layer, x)| moe.enqueue_part(part, &stream, layer, (x, rows), &out))
+            })
+        };
+        let part = |part: usize| -> Result<String> { Ok(us(each(part)? / LAYERS as f64)) };
         let wish = |t: f64| if t == 0.0 { "-".to_owned() } else { format!("{t:.0}") };
         table.row([
             rows.to_string(),
@@ -107,11 +105,11 @@ pub(crate) fn run(device: &Device) -> Result<String> {
             wish(reach),
             wish(then),
             wish(predicted),
-            per_layer(apart),
-            per_layer(route),
-            per_layer(up),
-            per_layer(down),
-            per_layer(combine),
+            us(apart / LAYERS as f64),
+            part(0)?,
+            part(1)?,
+            part(2)?,
+            part(3)?,
             format!("{experts:.1}"),
             most.to_string(),
         ]);
@@ -125,22 +123,22 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
     let stream = device.stream()?;
     let random = Random::new(device)?;
     let layers = (0..LAYERS).map(|l| weights(device, &stream, &random, l)).collect::<Result<Vec<_>>>()?;
-    let percents = [100, 80, 60, 40];
-    let paces = [0, 700, 950, 1300];
+    let percents = [100, 60, 50, 40];
+    let paces = [500, 700, 950];
     let columns = [
         "rows",
         "100 %",
-        "80 %",
         "60 %",
+        "50 %",
         "40 %",
-        "pace 0",
+        "pace 500",
         "700",
         "950",
-        "1300",
-        "own split",
+        "one kernel",
+        "four",
         "without overlap",
     ];
-    let title = "MoE layer, us, by the share of tiles that blocks do not compete for, and by pace";
+    let title = "MoE layer, us, by the share of tiles that blocks do not compete for, by pace, by the number of kernels";
     let mut table = Table::new(title, &columns);
     let mut text = String::new();
     for rows in [1, 8, 64, 128] {
@@ -160,16 +158,23 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
             Ok((all / LAYERS as f64, moe))
         };
         let mut cells = vec![rows.to_string()];
+        // What cannot matter to so many rows is left out: every setting is a kernel to compile.
+        let cell = |matters: bool, tuning: MoeTuning| -> Result<String> {
+            if matters { Ok(us(time(tuning, true)?.0)) } else { Ok("-".to_owned()) }
+        };
         for static_percent in percents {
-            cells.push(us(time(MoeTuning { static_percent, ..MoeTuning::default() }, true)?.0));
+            cells.push(cell(true, MoeTuning { static_percent, ..MoeTuning::default() })?);
         }
         for pace in paces {
-            cells.push(us(time(MoeTuning { pace, ..MoeTuning::default() }, true)?.0));
+            let tuning = MoeTuning { pace, pace_of_whole: pace, ..MoeTuning::default() };
+            cells.push(cell(rows < 4, tuning)?);
         }
-        cells.push(us(time(MoeTuning { one_split: false, ..MoeTuning::default() }, true)?.0));
+        for whole_rows in [8, 0] {
+            cells.push(cell(rows <= 8, MoeTuning { whole_rows, ..MoeTuning::default() })?);
+        }
         cells.push(us(time(MoeTuning::default(), false)?.0));
         table.row(cells);
-        let (_, moe) = time(MoeTuning { trace: true, ..MoeTuning::default() }, true)?;
+        let (_, moe) = time(MoeTuning { trace: true, whole_rows: 8, ..MoeTuning::default() }, true)?;
         text.push_str(&timeline(rows, &moe.trace()?));
     }
     Ok(format!("{table}{text}"))
@@ -216,9 +221,19 @@ pub(crate) fn profile(device: &Device) -> Result<String> {
     Ok(String::new())
 }
 
-/// Uniform weights; of the router's, the standard deviation is 0.05.
 fn weights(device: &Device, stream: &Stream, random: &Random, layer: usize) -> Result<MoeWeights> {
-    let MoeShape { hidden, intermediate, num_experts, num_shared, .. } = LITE;
+    weights_of(&LITE, device, stream, random, layer)
+}
+
+/// Uniform weights; of the router's, the standard deviation is 0.05.
+pub(crate) fn weights_of(
+    shape: &MoeShape,
+    device: &Device,
+    stream: &Stream,
+    random: &Random,
+    layer: usize,
+) -> Result<MoeWeights> {
+    let MoeShape { hidden, intermediate, num_experts, num_shared, .. } = *shape;
     let experts = num_experts + num_shared;
     let matrix = |elements: usize, seed: usize, deviation: f32| -> Result<Region> {
         let region = Region::alloc(device, elements * 2)?;
@@ -233,97 +248,33 @@ fn weights(device: &Device, stream: &Stream, random: &Random, layer: usize) -> R
         first_expert: 0,
         num_here: num_experts,
         scale: 1.0,
+        counts: None,
         ahead: Vec::new(),
     })
 }
 
 /// Rows whose mean square is one, as a norm leaves them.
-fn input(device: &Device, stream: &Stream, random: &Random, rows: usize, seed: u64) -> Result<Region> {
+pub(crate) fn input(
+    device: &Device,
+    stream: &Stream,
+    random: &Random,
+    rows: usize,
+    seed: u64,
+) -> Result<Region> {
     let x = Region::alloc(device, rows * LITE.hidden * 2)?;
     random.fill(stream, &x, 77_000 + seed * 131 + rows as u64, 3f32.sqrt())?;
     Ok(x)
 }
 
-fn routes(logits: &[f32]) -> Vec<Route> {
-    let rows = logits.chunks(LITE.num_experts);
-    rows.map(|row| reference::route(&LITE, &row.iter().map(|l| f64::from(*l)).collect::<Vec<_>>(), None, 1.0))
-        .collect()
+pub(crate) fn routes(shape: &MoeShape, logits: &[f32], bias: Option<&[f32]>) -> Vec<Route> {
+    let wide = |row: &[f32]| row.iter().map(|l| f64::from(*l)).collect::<Vec<_>>();
+    logits.chunks(shape.num_experts).map(|row| reference::route(shape, &wide(row), bias, 1.0)).collect()
 }
 
-fn counts(routes: &[Route]) -> Vec<usize> {
-    let mut counts = vec![0; LITE.num_experts];
+pub(crate) fn counts(shape: &MoeShape, routes: &[Route]) -> Vec<usize> {
+    let mut counts = vec![0; shape.num_experts];
     for expert in routes.iter().flat_map(|r| &r.experts) {
         counts[*expert] += 1;
     }
     counts
-}
-
-/// Every result row against the reference, poisoned before; also with rows that are padding.
-fn check(device: &Device, stream: &Stream, random: &Random, layer: &MoeWeights) -> Result<String> {
-    let (router, gate_up, down) = (
-        layer.router.as_ref().ok_or("no router")?.read::<bf16>()?,
-        layer.gate_up.read::<bf16>()?,
-        layer.down.read::<bf16>()?,
-    );
-    let mut table = Table::new(
-        "MoE layer against the reference",
-        &["rows", "real", "logits error", "error", "again equal"],
-    );
-    let mut worst: f64 = 0.0;
-    for (i, (rows, real)) in
-        [(1, 1), (5, 5), (8, 3), (13, 13), (37, 37), (64, 64), (128, 100)].into_iter().enumerate()
-    {
-        let moe = Moe::new(device, LITE, rows, MoeOutput::Bf16)?;
-        let x = input(device, stream, random, rows, 500 + i as u64)?;
-        let out = Region::alloc(device, rows * LITE.hidden * 2)?;
-        let num_rows = Region::from_slice(device, &[real as i32])?;
-        out.fill(0xff)?;
-        moe.enqueue(stream, layer, &x, rows, Some(&num_rows), &out)?;
-        stream.synchronize()?;
-        let (found, logits, rows_in) = (out.read::<bf16>()?, moe.logits().read::<f32>()?, x.read::<bf16>()?);
-        let logits = &logits[..real * LITE.num_experts];
-        let wanted_logits = (0..real * LITE.num_experts).map(|i| {
-            let (row, expert) = (i / LITE.num_experts, i % LITE.num_experts);
-            let pairs =
-                rows_in[row * LITE.hidden..][..LITE.hidden].iter().zip(&router[expert * LITE.hidden..]);
-            pairs.map(|(a, b)| f64::from(a.to_f32() * b.to_f32())).sum::<f64>()
-        });
-        let logits_error = relative_error(logits.iter().map(|l| f64::from(*l)), wanted_logits);
-        let per_up = 2 * LITE.intermediate * LITE.hidden;
-        let per_down = LITE.intermediate * LITE.hidden;
-        let wanted = reference::moe(
-            &LITE,
-            &rows_in[..real * LITE.hidden],
-            &routes(logits),
-            |e| &gate_up[e * per_up..(e + 1) * per_up],
-            |e| &down[e * per_down..(e + 1) * per_down],
-        );
-        let widen = |values: &[bf16]| values.iter().map(|v| f64::from(v.to_f32())).collect::<Vec<_>>();
-        let error = relative_error(widen(&found[..real * LITE.hidden]), wanted);
-        if found[real * LITE.hidden..].iter().any(|v| v.to_f32() != 0.0) {
-            return Err(format!("padding of {rows} rows is not zero").into());
-        }
-        // The same bits every time, whatever order blocks ran in.
-        let mut equal = true;
-        for _ in 0..20 {
-            out.fill(0xff)?;
-            moe.enqueue(stream, layer, &x, rows, Some(&num_rows), &out)?;
-            equal &= out.read::<bf16>()?.iter().zip(&found).all(|(a, b)| a.to_bits() == b.to_bits());
-        }
-        worst = worst.max(error).max(logits_error * 10.0);
-        if error.is_nan() || !equal {
-            worst = f64::NAN;
-        }
-        table.row([
-            rows.to_string(),
-            real.to_string(),
-            format!("{logits_error:.1e}"),
-            format!("{error:.1e}"),
-            equal.to_string(),
-        ]);
-    }
-    if worst.is_nan() || worst > 1e-2 {
-        return Err(format!("wrong results\n{table}").into());
-    }
-    Ok(table.to_string())
 }

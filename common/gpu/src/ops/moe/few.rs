@@ -1,9 +1,10 @@
-//! A mixture-of-experts layer for few rows: four kernels that overlap at their ends. A dense MLP is one without routed
-//! experts, cut into shared ones.
-use super::super::Ahead;
+//! A mixture-of-experts layer for few rows: one kernel for up to four, four kernels that overlap for more, or without
+//! routed experts: a dense MLP is cut into shared ones.
+use super::parts::Parts;
 use super::plan::Plan;
+use super::whole::Whole;
 use super::{MoeOutput, MoeShape};
-use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
+use crate::{Device, GpuError, Region, Stream};
 
 /// Weights of a layer, bf16 unless it is said.
 #[derive(Clone, Debug)]
@@ -22,6 +23,8 @@ pub struct MoeWeights {
     pub num_here: usize,
     /// Factor on every routed weight.
     pub scale: f32,
+    /// `[num_experts]` u64, if somebody wants to know: how often rows chose each of the experts here; every call adds to it.
+    pub counts: Option<Region>,
     /// At most three regions, fetched into the second-level cache by the layer's last kernel: what the device will read next
     /// whatever comes. Empty where other work follows at once.
     pub ahead: Vec<Region>,
@@ -35,6 +38,10 @@ pub struct MoeTuning {
     pub static_percent: u32,
     /// Cycles for 16 KB that a block fetches while the rows and their choice are being made; 0 is as fast as can be.
     pub pace: u32,
+    /// The same of the one kernel.
+    pub pace_of_whole: u32,
+    /// The most rows that one kernel does from the router to the sum.
+    pub whole_rows: usize,
     /// Whether small kernels ask for the large ones' split of memory.
     pub one_split: bool,
     /// Whether kernels note when they began and ended.
@@ -43,35 +50,31 @@ pub struct MoeTuning {
 
 impl Default for MoeTuning {
     fn default() -> Self {
-        Self { static_percent: 60, pace: 950, one_split: true, trace: false }
+        Self {
+            static_percent: 60,
+            pace: 950,
+            pace_of_whole: 700,
+            whole_rows: 4,
+            one_split: true,
+            trace: false,
+        }
     }
 }
 
-/// The kernels for a shape and up to `max_rows` rows, with the memory between them.
+/// The kernels for a shape and up to `max_rows` rows, with the memory between them: one call at a time, on one stream.
 #[derive(Debug)]
 pub struct Moe {
     shape: MoeShape,
     max_rows: usize,
     output: MoeOutput,
-    blocks: u32,
-    overlap: bool,
-    /// Absent without routed experts.
-    router: Option<Kernel>,
-    gate_up: Kernel,
-    down: Kernel,
-    combine: Kernel,
-    threads_up: u32,
-    threads_down: u32,
+    /// One kernel for all, with the most rows for which it is the faster way.
+    whole: Option<(Whole, usize)>,
+    parts: Parts,
     logits: Region,
-    routing: Region,
-    weights: Region,
-    ticket: Region,
-    hidden: Region,
-    partial: Region,
 }
 
-/// Of four kernels, up to 256 blocks and up to four times each, at the routing's end.
-const TRACE_BYTES: usize = 4 * 256 * 4 * 8;
+/// Of four kernels, up to 256 blocks and up to four times each, behind what a kernel counts with.
+pub(super) const TRACE_BYTES: usize = 4 * 256 * 4 * 8;
 
 impl Moe {
     /// Most rows of a call.
@@ -89,7 +92,7 @@ impl Moe {
     /// up to 8, up to 16 and beyond are different kernels ([`row_class`](Self::row_class)).
     ///
     /// # Errors
-    /// [`GpuError::Unsupported`] for shapes that do not divide into tiles; otherwise as [`Module::load`].
+    /// [`GpuError::Unsupported`] for shapes that do not divide into tiles; otherwise as [`Module::load`](crate::Module::load).
     pub fn new(
         device: &Device,
         shape: MoeShape,
@@ -107,59 +110,28 @@ impl Moe {
         output: MoeOutput,
         tuning: MoeTuning,
     ) -> Result<Self, GpuError> {
-        let plan = Plan::of(&shape, max_rows)?;
-        let constants = [
-            ("MAX_ROWS", Self::MAX_ROWS as i64),
-            ("NT", plan.row_tiles as i64),
-            ("WARPS_UP", plan.up.warps as i64),
-            ("WARPS_DOWN", plan.down.warps as i64),
-            ("STAGES_UP", plan.up.stages as i64),
-            ("STAGES_DOWN", plan.down.stages as i64),
-            ("THREADS_UP", i64::from(plan.up.threads(plan.row_tiles))),
-            ("THREADS_DOWN", i64::from(plan.down.threads(plan.row_tiles))),
-            ("STATIC_PERCENT", i64::from(tuning.static_percent)),
-            ("PACE", i64::from(tuning.pace)),
-            ("TRACE", i64::from(tuning.trace)),
-        ];
-        let constants = [&shape.constants(output)[..], &constants].concat();
-        let module = Module::load(device, Source::Moe, &constants)?;
-        let choices = shape.top_k + shape.num_shared;
-        let segment_rows = plan.row_tiles * 8;
-        let max_segments = shape.num_experts + Self::MAX_ROWS * shape.top_k / segment_rows;
-        let routing_ints = 8 + (2 + segment_rows) * max_segments + Self::MAX_ROWS * shape.top_k;
-        let kernel = |name, bytes| {
-            let kernel = module.kernel(name, bytes)?;
-            if tuning.one_split {
-                kernel.prefer_shared_memory()?;
-            }
-            Ok(kernel)
+        Plan::of(&shape, max_rows)?;
+        let whole = match tuning.whole_rows.min(Whole::MAX_ROWS) {
+            rows if rows > 0 && Self::row_class(max_rows) == 1 => Whole::new(device, shape, output, tuning)?,
+            _ => None,
         };
-        let router = (shape.num_experts > 0).then(|| kernel("moe_router", 0)).transpose()?;
         Ok(Self {
             shape,
             max_rows,
             output,
-            blocks: device.num_multiprocessors(),
-            overlap: true,
-            router,
-            gate_up: kernel("moe_gate_up", plan.up.bytes)?,
-            down: kernel("moe_down", plan.down.bytes)?,
-            combine: kernel("moe_combine", 0)?,
-            threads_up: plan.up.threads(plan.row_tiles),
-            threads_down: plan.down.threads(plan.row_tiles),
+            whole: whole.map(|whole| (whole, tuning.whole_rows)),
+            parts: Parts::new(device, shape, max_rows, output, tuning)?,
             logits: Region::alloc(device, max_rows * shape.num_experts * 4)?,
-            routing: Region::zeroed(device, routing_ints.div_ceil(2) * 8 + TRACE_BYTES)?,
-            weights: Region::alloc(device, max_rows * shape.top_k * 4)?,
-            ticket: Region::zeroed(device, 4)?,
-            hidden: Region::alloc(device, max_rows * choices * shape.intermediate * 2)?,
-            partial: Region::alloc(device, max_rows * choices * shape.hidden * 4)?,
         })
     }
 
     /// Whether kernels may start before the ones ahead of them have ended (the default): weights are then on their way
     /// while rows are still being made.
     pub fn set_overlap(&mut self, overlap: bool) {
-        self.overlap = overlap;
+        self.parts.overlap = overlap;
+        if let Some((whole, _)) = &mut self.whole {
+            whole.overlap = overlap;
+        }
     }
 
     /// Which kernel instructions a call of up to `max_rows` rows needs: calls with equal values can share a `Moe`.
@@ -186,121 +158,91 @@ impl Moe {
         num_rows: Option<&Region>,
         out: &Region,
     ) -> Result<(), GpuError> {
-        self.route(stream, weights, x, rows, num_rows)?;
-        self.gate_up(stream, weights, x, rows)?;
-        self.down(stream, weights, rows)?;
-        self.combine(stream, weights, rows, num_rows, out)
+        self.expect(weights, x, rows, num_rows, out)?;
+        if let Some(whole) = self.whole(rows) {
+            return whole.enqueue(stream, weights, (x, rows), num_rows, &self.logits, out);
+        }
+        let parts = &self.parts;
+        parts.route(stream, weights, (x, rows), num_rows, &self.logits)?;
+        parts.gate_up(stream, weights, x, rows)?;
+        parts.down(stream, weights, rows)?;
+        parts.combine(stream, weights, rows, num_rows, out)
     }
 
-    /// The first part of [`enqueue`](Self::enqueue): which rows go to which expert.
+    fn whole(&self, rows: usize) -> Option<&Whole> {
+        self.whole.as_ref().filter(|(_, most)| rows <= *most).map(|(whole, _)| whole)
+    }
+
+    /// For the benchmark, of the four kernels that [`enqueue`](Self::enqueue) enqueues for more than a few rows, the
+    /// `part`th alone.
     ///
     /// # Errors
     /// As there.
-    pub fn route(
+    #[doc(hidden)]
+    pub fn enqueue_part(
         &self,
+        part: usize,
         stream: &Stream,
+        weights: &MoeWeights,
+        (x, rows): (&Region, usize),
+        out: &Region,
+    ) -> Result<(), GpuError> {
+        self.expect(weights, x, rows, None, out)?;
+        let parts = &self.parts;
+        match part {
+            0 => parts.route(stream, weights, (x, rows), None, &self.logits),
+            1 => parts.gate_up(stream, weights, x, rows),
+            2 => parts.down(stream, weights, rows),
+            _ => parts.combine(stream, weights, rows, None, out),
+        }
+    }
+
+    /// That everything is as large as the kernels reach.
+    fn expect(
+        &self,
         weights: &MoeWeights,
         x: &Region,
-        rows: usize,
-        num_rows: Option<&Region>,
-    ) -> Result<(), GpuError> {
-        let shape = &self.shape;
-        if rows == 0 || rows > self.max_rows {
-            return Err(GpuError::unsupported(format!("{rows} rows of at most {}", self.max_rows)));
-        }
-        x.expect("rows", rows * shape.hidden * 2)?;
-        if let Some(num_rows) = num_rows {
-            num_rows.expect("number of rows", 4)?;
-        }
-        if weights.first_expert + weights.num_here > shape.num_experts {
-            return Err(GpuError::unsupported(format!("experts beyond {}", shape.num_experts)));
-        }
-        let Some(kernel) = &self.router else { return Ok(()) };
-        let Some(router) = &weights.router else { return Err(GpuError::unsupported("no router")) };
-        router.expect("router", shape.num_experts * shape.hidden * 2)?;
-        if let Some(bias) = &weights.bias {
-            bias.expect("correction bias", shape.num_experts * 4)?;
-        }
-        let grid = (rows.div_ceil(8) as u32, (shape.num_experts / 16) as u32);
-        let launch = Launch::new(kernel, grid, 256).overlap(self.overlap);
-        let launch = launch.region(x).region(router).maybe(weights.bias.as_ref()).region(&self.logits);
-        let launch = launch.region(&self.routing).region(&self.weights).region(&self.ticket).maybe(num_rows);
-        let launch = launch.size(rows)?.f32(weights.scale);
-        let launch = launch.size(weights.first_expert)?.size(weights.num_here)?;
-        // SAFETY: moe_router's arguments; sizes were checked above or chosen in `new`.
-        unsafe { launch.enqueue(stream) }
-    }
-
-    /// A part of [`enqueue`](Self::enqueue), behind the one before.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn gate_up(
-        &self,
-        stream: &Stream,
-        weights: &MoeWeights,
-        x: &Region,
-        rows: usize,
-    ) -> Result<(), GpuError> {
-        let shape = &self.shape;
-        let experts = weights.num_here + shape.num_shared;
-        weights.gate_up.expect("gate and up", experts * 2 * shape.intermediate * shape.hidden * 2)?;
-        weights.down.expect("down", experts * shape.hidden * shape.intermediate * 2)?;
-        let launch = Launch::new(&self.gate_up, (self.blocks, 1), self.threads_up).overlap(self.overlap);
-        let launch = launch.region(&weights.gate_up).region(&weights.down).region(x).region(&self.hidden);
-        // Without a router nobody says early that x is there.
-        let patience = if self.overlap && self.router.is_some() { 256 } else { 0 };
-        let launch = launch.region(&self.routing).size(rows)?.size(weights.num_here)?.u32(patience);
-        // SAFETY: moe_gate_up's arguments; sizes were checked above, in `route`, or chosen in `new`.
-        unsafe { launch.enqueue(stream) }
-    }
-
-    /// A part of [`enqueue`](Self::enqueue), behind the one before.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn down(&self, stream: &Stream, weights: &MoeWeights, rows: usize) -> Result<(), GpuError> {
-        let shape = &self.shape;
-        let experts = weights.num_here + shape.num_shared;
-        weights.down.expect("down", experts * shape.hidden * shape.intermediate * 2)?;
-        let launch = Launch::new(&self.down, (self.blocks, 1), self.threads_down).overlap(self.overlap);
-        let launch = launch.region(&weights.down).region(&self.hidden).region(&self.partial);
-        let launch = launch.region(&self.routing).size(rows)?.size(weights.num_here)?;
-        // SAFETY: moe_down's arguments; sizes were checked above or chosen in `new`.
-        unsafe { launch.enqueue(stream) }
-    }
-
-    /// A part of [`enqueue`](Self::enqueue), behind the one before.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn combine(
-        &self,
-        stream: &Stream,
-        weights: &MoeWeights,
         rows: usize,
         num_rows: Option<&Region>,
         out: &Region,
     ) -> Result<(), GpuError> {
+        let MoeShape { hidden, intermediate, num_experts, num_shared, .. } = self.shape;
+        if rows == 0 || rows > self.max_rows {
+            return Err(GpuError::unsupported(format!("{rows} rows of at most {}", self.max_rows)));
+        }
+        x.expect("rows", rows * hidden * 2)?;
         let element = if self.output == MoeOutput::F32 { 4 } else { 2 };
-        out.expect("result", rows * self.shape.hidden * element)?;
-        let (ahead, parts) = (Ahead::of(&weights.ahead), self.shape.hidden / 256);
-        let grid = (rows as u32 + ahead.blocks(parts * 64), parts as u32);
-        let launch = Launch::new(&self.combine, grid, 64).overlap(self.overlap);
-        let launch = launch.region(&self.partial).region(&self.weights).region(out).maybe(num_rows);
-        let launch = ahead.arguments(launch.size(rows)?)?;
-        // SAFETY: moe_combine's arguments; sizes were checked above or chosen in `new`.
-        unsafe { launch.enqueue(stream) }
+        out.expect("result", rows * hidden * element)?;
+        if let Some(num_rows) = num_rows {
+            num_rows.expect("number of rows", 4)?;
+        }
+        if weights.first_expert + weights.num_here > num_experts {
+            return Err(GpuError::unsupported(format!("experts beyond {num_experts}")));
+        }
+        if num_experts > 0 {
+            let router = weights.router.as_ref().ok_or_else(|| GpuError::unsupported("no router"))?;
+            router.expect("router", num_experts * hidden * 2)?;
+        }
+        if let Some(bias) = &weights.bias {
+            bias.expect("correction bias", num_experts * 4)?;
+        }
+        if let Some(counts) = &weights.counts {
+            counts.expect("counts", num_experts * 8)?;
+        }
+        let experts = weights.num_here + num_shared;
+        weights.gate_up.expect("gate and up", experts * 2 * intermediate * hidden * 2)?;
+        weights.down.expect("down", experts * hidden * intermediate * 2)?;
+        Ok(())
     }
 
-    /// When the last call's kernels began, had waited and ended, ns: `[kernel][block][4]`.
+    /// When the last call's kernels, or stretches of the one, began, had waited and ended, ns: `[kernel][block][4]`.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
     #[doc(hidden)]
     pub fn trace(&self) -> Result<Vec<u64>, GpuError> {
-        let len = self.routing.len();
-        self.routing.part(len - TRACE_BYTES..len)?.read()
+        let notes = self.whole.as_ref().map_or(&self.parts.routing, |(whole, _)| &whole.state);
+        notes.part(notes.len() - TRACE_BYTES..notes.len())?.read()
     }
 
     /// Logits of the last call, `[max_rows, num_experts]` f32.

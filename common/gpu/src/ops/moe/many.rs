@@ -35,6 +35,8 @@ pub struct Places {
     pub positions: Region,
     /// `[experts here]` i32: where each expert's places end.
     pub ends: Region,
+    /// `[num_experts]` u64, if somebody wants to know: how often rows chose each of the experts here; added to.
+    pub counts: Option<Region>,
 }
 
 impl MoeMany {
@@ -87,6 +89,9 @@ impl MoeMany {
         places.weights.expect("weights", choices * 4)?;
         places.positions.expect("positions", choices * 4)?;
         places.ends.expect("ends", here.len() * 4)?;
+        if let Some(counts) = &places.counts {
+            counts.expect("counts", num_experts * 8)?;
+        }
         let launch = Launch::new(&routed.choose, (rows.div_ceil(8) as u32, 1), 256);
         let launch = launch.region(logits).maybe(bias).region(&places.ids).region(&places.weights);
         let launch = launch.size(rows)?.f32(scale).size(here.start)?.size(here.len())?;
@@ -94,8 +99,9 @@ impl MoeMany {
         unsafe { launch.enqueue(stream)? };
         let launch = Launch::new(&routed.place, (here.len() as u32, 1), 1024);
         let launch = launch.region(&places.ids).region(&places.positions).region(&places.ends);
+        let launch = launch.maybe(places.counts.as_ref()).size(choices)?.size(here.start)?;
         // SAFETY: many_place's arguments; sizes were checked.
-        unsafe { launch.size(choices)?.enqueue(stream) }
+        unsafe { launch.enqueue(stream) }
     }
 
     /// Enqueues: `sorted` `[rows * top_k, hidden]` bf16 gets each row of `x` `[rows, hidden]` at its choices' places. What

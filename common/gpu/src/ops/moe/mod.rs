@@ -2,8 +2,10 @@
 //! ([`MoeProducts`]) and what stands around them ([`MoeMany`]).
 mod few;
 mod many;
+mod parts;
 mod plan;
 mod product;
+mod whole;
 
 pub use few::{Moe, MoeTuning, MoeWeights};
 pub use many::{MoeMany, Places};

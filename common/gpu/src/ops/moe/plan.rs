@@ -77,6 +77,22 @@ impl Ring {
     }
 }
 
+/// Of the kernel that is a whole layer (`moe_whole.cuh`): tiles in flight, and shared memory besides what it always has. `None`
+/// where it does not pay: without routed experts no time is lost between kernels, and fewer than three tiles in flight do
+/// not bridge a wait.
+pub(super) fn stages_of_whole(shape: &MoeShape) -> Option<(usize, usize)> {
+    const ROWS: usize = 8;
+    const MOST_CHUNKS: usize = 12; // of 32 elements, that each of eight warps holds of a row
+    let stride = |width: usize| (width * 2).next_multiple_of(128) + 64;
+    let stage = (16 * stride(shape.hidden)).max((16 + ROWS) * stride(shape.intermediate));
+    let parts = 4 * 8 * 512;
+    // What warps tell each other: a few kilobytes, and 44 bytes for each expert.
+    let told = 3712 + 44 * shape.num_experts;
+    let stages = ((SHARED_BYTES - told - parts) / stage).min(6);
+    let is_wide = shape.hidden.max(shape.intermediate).div_ceil(32 * 8) > MOST_CHUNKS;
+    (shape.num_experts > 0 && stages >= 3 && !is_wide).then_some((stages, stages * stage + parts))
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::MoeScoring;
@@ -103,6 +119,14 @@ mod tests {
         }
         let qwen = MoeShape { intermediate: 768, num_experts: 128, top_k: 8, num_shared: 0, ..LITE };
         assert_eq!(Plan::of(&qwen, 64).unwrap().down.warps, 12);
+    }
+
+    #[test]
+    fn a_whole_layer_in_one_kernel_is_for_routed_experts_that_fit() {
+        assert_eq!(stages_of_whole(&LITE).map(|(stages, _)| stages), Some(3));
+        assert_eq!(stages_of_whole(&MoeShape { num_experts: 0, top_k: 0, ..LITE }), None);
+        assert_eq!(stages_of_whole(&MoeShape { intermediate: 1568, ..LITE }), None);
+        assert_eq!(stages_of_whole(&MoeShape { hidden: 3328, ..LITE }), None);
     }
 
     #[test]
