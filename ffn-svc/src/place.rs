@@ -1,11 +1,11 @@
 //! `ffn-svc place`: from what the ranks of a deployment counted (`GET /expert-counts` of each, saved as files) to a file
 //! for `--placement`.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use afd_common::config::option::{OptionError, refuse};
+use afd_common::config::option::refuse;
 use afd_common::ids::LayerIdx;
-use afd_common::placement::{ExpertLoad, propose};
+use afd_common::placement::{ExpertLoad, LayerProposal, ProposeError, propose};
 use serde::{Deserialize, Serialize};
 
 use crate::engine::EngineHandle;
@@ -13,7 +13,7 @@ use crate::engine::EngineHandle;
 /// Options of `ffn-svc place`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
-    /// What a rank answered to GET /expert-counts; once for each shard (or each rank: counts are added up)
+    /// What a rank answered to GET /expert-counts; at least once for each shard (ranks of one shard are added up)
     #[arg(long, value_name = "FILE", required = true)]
     pub counts: Vec<PathBuf>,
     /// Shards to place the experts on
@@ -69,18 +69,28 @@ impl ExpertReport {
 pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
     let mut reports = Vec::new();
     for path in &options.counts {
-        let report = std::fs::read_to_string(path)
-            .map_err(|error| error.to_string())
-            .and_then(|text| serde_json::from_str::<ExpertReport>(&text).map_err(|error| error.to_string()));
+        let report = std::fs::read_to_string(path).map_err(|error| error.to_string()).and_then(|text| {
+            serde_json::from_str::<ExpertReport>(&text)
+                .map_err(|error| format!("is no answer of GET /expert-counts: {error}"))
+        });
         let named = |what| refuse("--counts", format!("{}: {what}", path.display()));
         reports.push(report.or_else(named)?);
     }
-    let loads = add_up(&reports).or_else(|what| refuse("--counts", what))?;
-    let proposal = propose(&loads, options.shards, options.copies);
-    let proposal = proposal.map_err(|error| OptionError::Whole(error.to_string()))?;
-    for (layer, (before, after)) in &proposal.imbalance {
+    let loads = all_shards(&reports)
+        .and_then(|()| add_up(&reports))
+        .or_else(|what| refuse("--counts", format!("cannot be used: {what}")))?;
+    let proposal = propose(&loads, options.shards, options.copies).or_else(|error| match error {
+        ProposeError::NoCounts => refuse("--counts", format!("says nothing: {error}")),
+        ProposeError::Shards { shards } => refuse("--shards", format!("is {shards}; expected at least 1")),
+        ProposeError::TooManyShards { shards, layer, num_experts } => {
+            refuse("--shards", format!("is {shards}; layer {layer} has {num_experts} experts"))
+        }
+    })?;
+    for (layer, LayerProposal { contiguous, proposed, copies }) in &proposal.layers {
+        let wanted = options.copies;
         eprintln!(
-            "layer {layer}: fullest shard over the mean {before:.3} contiguous, {after:.3} as proposed"
+            "layer {layer}: fullest shard over the mean {contiguous:.3} contiguous, {proposed:.3} as proposed \
+             ({copies} of {wanted} copies)"
         );
     }
     let text = serde_json::to_string_pretty(&proposal.file)? + "\n";
@@ -91,6 +101,21 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
             print!("{text}");
             Ok(())
         }
+    }
+}
+
+/// A rank counts its own experts only: without every shard's counts, the others' would seem never to be chosen.
+fn all_shards(reports: &[ExpertReport]) -> Result<(), String> {
+    let shards = reports.first().map_or(0, |report| report.shards);
+    if let Some(other) = reports.iter().find(|report| report.shards != shards) {
+        return Err(format!("{} shards in one file and {shards} in another", other.shards));
+    }
+    let given: BTreeSet<u32> = reports.iter().map(|report| report.shard).collect();
+    let missing: Vec<String> =
+        (0..shards).filter(|shard| !given.contains(shard)).map(|shard| shard.to_string()).collect();
+    match missing.is_empty() {
+        true => Ok(()),
+        false => Err(format!("no file has the counts of shard {} of {shards}", missing.join(", "))),
     }
 }
 
@@ -134,11 +159,28 @@ mod tests {
     #[test]
     fn what_is_written_can_be_read() {
         let folder = tempfile::tempdir().unwrap();
-        let (counts, out) = (folder.path().join("counts.json"), folder.path().join("placement.json"));
-        let text = serde_json::to_string(&report(0, 4, &[(0, 50), (1, 1), (2, 1), (3, 1)])).unwrap();
-        std::fs::write(&counts, text).unwrap();
-        run(&PlaceOptions { counts: vec![counts], shards: 2, copies: 1, out: Some(out.clone()) }).unwrap();
+        let out = folder.path().join("placement.json");
+        let write = |shard: u32, rows: &[(usize, u64)]| {
+            let counts = folder.path().join(format!("counts-{shard}.json"));
+            std::fs::write(&counts, serde_json::to_string(&report(shard, 4, rows)).unwrap()).unwrap();
+            counts
+        };
+        let counts = vec![write(0, &[(0, 50), (1, 1)]), write(1, &[(2, 1), (3, 1)])];
+        let mut options = PlaceOptions { counts, shards: 2, copies: 1, out: Some(out.clone()) };
+        run(&options).unwrap();
         let file = afd_common::placement::PlacementFile::read(&out).unwrap();
         assert!(file.layers["3"].iter().all(|experts| experts.contains(&0)), "{file:?}");
+
+        options.counts.truncate(1);
+        assert_eq!(said(&options), "--counts cannot be used: no file has the counts of shard 1 of 2");
+        options.counts = vec![out];
+        assert!(said(&options).contains("is no answer of GET /expert-counts"));
+        options.counts = vec![write(0, &[]), write(1, &[])];
+        options.shards = 5;
+        assert_eq!(said(&options), "--shards is 5; layer 3 has 4 experts");
+    }
+
+    fn said(options: &PlaceOptions) -> String {
+        run(options).unwrap_err().to_string()
     }
 }

@@ -12,8 +12,20 @@ pub type ExpertLoad = Vec<u64>;
 pub struct Proposal {
     /// For `--placement`.
     pub file: PlacementFile,
-    /// By layer: the fullest shard's load over the mean, placed contiguously and placed like this.
-    pub imbalance: BTreeMap<usize, (f64, f64)>,
+    /// What came of it, by layer.
+    pub layers: BTreeMap<usize, LayerProposal>,
+}
+
+/// One layer of a [`Proposal`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerProposal {
+    /// The fullest shard's load over the mean, placed contiguously.
+    pub contiguous: f64,
+    /// The same, placed as proposed: never more.
+    pub proposed: f64,
+    /// Copies that were placed beside every expert's first: fewer than asked for where no more fit, or where they would
+    /// have made it worse.
+    pub copies: usize,
 }
 
 /// Why nothing can be proposed.
@@ -28,10 +40,21 @@ pub enum ProposeError {
         /// As asked for.
         shards: u32,
     },
+    /// Some shard would have no expert of a layer.
+    #[error("{shards} shards; layer {layer} has {num_experts} experts")]
+    TooManyShards {
+        /// As asked for.
+        shards: u32,
+        /// The first such layer.
+        layer: usize,
+        /// Of it.
+        num_experts: usize,
+    },
 }
 
 /// Places the experts of every layer onto `shards` shards with `copies` further copies a layer (as many as fit: an expert
-/// has at most one on each shard).
+/// has at most one on each shard). Where that is no better than the same without copies, or than contiguous parts, a layer
+/// is placed like those.
 ///
 /// # Errors
 /// [`ProposeError`].
@@ -46,15 +69,25 @@ pub fn propose(
     if loads.values().all(Vec::is_empty) {
         return Err(ProposeError::NoCounts);
     }
-    let (mut file, mut imbalance) = (PlacementFile::default(), BTreeMap::new());
-    for (layer, load) in loads.iter().filter(|(_, load)| !load.is_empty()) {
-        let lists = place(load, shards as usize, copies);
-        let before = LayerPlacement::contiguous(load.len(), shards);
-        let after = LayerPlacement::of(&lists, load.len());
-        imbalance.insert(*layer, (imbalance_of(&before, load), imbalance_of(&after, load)));
+    let (mut file, mut layers) = (PlacementFile::default(), BTreeMap::new());
+    for (&layer, load) in loads.iter().filter(|(_, load)| !load.is_empty()) {
+        let num_experts = load.len();
+        if shards as usize > num_experts {
+            return Err(ProposeError::TooManyShards { shards, layer, num_experts });
+        }
+        let parts = LayerPlacement::contiguous(num_experts, shards);
+        let contiguous = imbalance_of(&parts, load);
+        let parts = (0..shards).map(|shard| parts.experts_of(shard)).collect();
+        let candidates = [place(load, shards as usize, copies), place(load, shards as usize, 0), parts];
+        let judged =
+            candidates.map(|lists| (imbalance_of(&LayerPlacement::of(&lists, num_experts), load), lists));
+        // The first of equals. There are three, so there is a least one.
+        let Some((proposed, lists)) = judged.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
+        let copies = lists.iter().map(Vec::len).sum::<usize>() - num_experts;
+        layers.insert(layer, LayerProposal { contiguous, proposed, copies });
         file.layers.insert(layer.to_string(), lists);
     }
-    Ok(Proposal { file, imbalance })
+    Ok(Proposal { file, layers })
 }
 
 /// Experts of each shard, ascending.

@@ -91,25 +91,30 @@ fn a_proposal_copies_what_is_hot_and_evens_the_rest_out() {
     let loads = BTreeMap::from([(1, vec![800, 100, 100, 50, 50, 40, 30, 30])]);
     let plain = propose(&loads, 2, 0).unwrap();
     let copied = propose(&loads, 2, 1).unwrap();
-    let (contiguous, _) = plain.imbalance[&1];
-    assert!(contiguous > 1.7 && plain.imbalance[&1].1 < contiguous);
-    assert!(copied.imbalance[&1].1 < 1.05, "{:?}", copied.imbalance);
+    let LayerProposal { contiguous, proposed, .. } = plain.layers[&1];
+    assert!(contiguous > 1.7 && proposed < contiguous);
+    assert!(copied.layers[&1].proposed < 1.05, "{:?}", copied.layers);
     let lists = &copied.file.layers["1"];
     assert!(lists.iter().all(|list| list.contains(&0)), "the hot one is on both: {lists:?}");
     assert_eq!(propose(&BTreeMap::new(), 2, 0), Err(ProposeError::NoCounts));
     assert_eq!(propose(&loads, 0, 0), Err(ProposeError::Shards { shards: 0 }));
+    let crowded = propose(&loads, 9, 0).unwrap_err();
+    assert_eq!(crowded.to_string(), "9 shards; layer 1 has 8 experts");
+    assert_eq!(propose(&loads, 2, 99).unwrap().layers[&1].copies, 8, "one on each shard is all that fits");
 }
 
 proptest! {
     /// Whatever was counted: every expert has an owner, no shard holds much more than its share, and it is never worse
-    /// balanced than it must be.
+    /// balanced than contiguous parts.
     #[test]
     fn proposals_are_placements(
         load in prop::collection::vec(0u64..1000, 1..40),
         shards in 1u32..6,
         copies in 0usize..12,
     ) {
+        prop_assume!(shards as usize <= load.len());
         let proposal = propose(&BTreeMap::from([(0, load.clone())]), shards, copies).unwrap();
+        prop_assert!(proposal.layers[&0].proposed <= proposal.layers[&0].contiguous);
         let lists = &proposal.file.layers["0"];
         let placed = LayerPlacement::checked(lists, load.len(), "layers.0", 0).unwrap();
         prop_assert_eq!(placed.num_shards(), shards);

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use tracing::Subscriber;
 use tracing::field::Field;
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::fmt::format::{Writer, debug_fn};
@@ -95,8 +96,8 @@ fn subscriber<W>(
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
-    let filter = EnvFilter::try_new(&config.filter)
-        .map_err(|error| LogError::Filter { filter: config.filter.clone(), what: error.to_string() })?;
+    let filter =
+        filter(&config.filter).map_err(|what| LogError::Filter { filter: config.filter.clone(), what })?;
     let lines: Box<dyn Layer<Registry> + Send + Sync> = match config.format {
         LogFormat::Text => format::layer()
             .fmt_fields(debug_fn(text_field).delimited(" "))
@@ -114,6 +115,22 @@ where
             .boxed(),
     };
     Ok(tracing_subscriber::registry().with(lines))
+}
+
+/// The filter, if every part of it says a level. `EnvFilter` itself takes a word alone for a module to show everything of,
+/// so a misspelled level would silence all others.
+fn filter(text: &str) -> Result<EnvFilter, String> {
+    // Commas within the brackets of spans part nothing.
+    if !text.contains('[') {
+        for part in text.split(',').map(str::trim).filter(|part| !part.contains('=')) {
+            LevelFilter::from_str(part).map_err(|_| {
+                format!(
+                    "{part:?} is no level; expected off, error, warn, info, debug or trace, or module=level"
+                )
+            })?;
+        }
+    }
+    EnvFilter::try_new(text).map_err(|error| error.to_string())
 }
 
 /// A field as text. Where it ends can be seen: what has spaces in it is quoted, as strings are anyway.
@@ -191,6 +208,14 @@ mod tests {
         let config = LogConfig { filter: "info,x=loud".into(), ..LogConfig::default() };
         let error = subscriber(&config, io::stderr, false).err().unwrap();
         assert!(error.to_string().contains("x=loud"), "{error}");
+        for level in ["loud", "info,loud"] {
+            let config = LogConfig { filter: level.into(), ..LogConfig::default() };
+            let error = subscriber(&config, io::stderr, false).err().unwrap().to_string();
+            assert!(error.contains("is no level; expected off, error, warn"), "{error}");
+        }
+        for level in ["off", "INFO", "warn,ffn_svc=debug", "afd_common::link=trace,warn"] {
+            assert!(filter(level).is_ok(), "{level}");
+        }
         assert!("xml".parse::<LogFormat>().unwrap_err().contains("xml"));
         assert_eq!("json".parse(), Ok(LogFormat::Json));
     }
