@@ -166,6 +166,7 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
 
     if (MORE_REGISTERS) take_registers<232>();
     const int g = lane / 4, q = lane % 4;
+    const u64 last = policy_evict_last();
     // What the shared experts need is there before the router has ended: it says so when it has begun.
     bool waited = true;
     if (GATED && SHARED) {
@@ -290,11 +291,11 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 const float first = j ? sum.y : sum.x, second = j ? sum.w : sum.z;
                 if (GATED) {
                     const float h = first / (1.f + __expf(-first)) * second;
-                    ((bf16*)out)[(size_t)segment_rows[side][n] * INTER + tile * 8 + g] = bf16_of(h);
+                    store_with_policy((bf16*)out + (size_t)segment_rows[side][n] * INTER + tile * 8 + g, bf16_of(h), last);
                 } else {
                     float* y = (float*)out + (size_t)segment_rows[side][n] * HIDDEN + tile * 16 + g;
-                    y[0] = first;
-                    y[8] = second;
+                    store_with_policy(y, first, last);
+                    store_with_policy(y + 8, second, last);
                 }
             }
         }

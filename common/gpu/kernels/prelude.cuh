@@ -102,6 +102,18 @@ DEVICE u64 policy_keep() {
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+// What others of the device read again soon, and the stream of weights must not push out of the second-level cache.
+DEVICE u64 policy_evict_last() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE void store_with_policy(float* p, float v, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(p), "f"(v), "l"(policy) : "memory");
+}
+DEVICE void store_with_policy(bf16* p, bf16 v, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.b16 [%0], %1, %2;" ::"l"(p), "h"(v), "l"(policy) : "memory");
+}
 // What the copy engine is told about a matrix, as an argument of a kernel.
 struct alignas(64) TensorMap {
     u64 words[16];
