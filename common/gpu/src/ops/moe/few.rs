@@ -25,8 +25,8 @@ pub struct MoeWeights {
     pub scale: f32,
     /// `[num_experts]` u64, if somebody wants to know: how often rows chose each of the experts here; every call adds to it.
     pub counts: Option<Region>,
-    /// At most three regions, fetched into the second-level cache by the layer's last kernel: what the device will read next
-    /// whatever comes. Empty where other work follows at once.
+    /// At most three regions, fetched into the second-level cache by the last of a layer's kernels: what the device will read next
+    /// whatever comes. Empty where other work follows at once; a layer that is one kernel does not look at it.
     pub ahead: Vec<Region>,
 }
 

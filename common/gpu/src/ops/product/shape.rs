@@ -71,6 +71,17 @@ impl GemmShape {
         }
     }
 
+    /// What the library alone computes, made from a dense product of 512 elements by 64 columns that a kernel of ours does.
+    #[cfg(test)]
+    pub(super) fn for_the_library(self) -> [Self; 4] {
+        [
+            Self { accumulate: true, ..self },
+            Self { out: ProductType::F32, ..self },
+            Self { x_stride: 516, ..self },
+            Self { order: WeightOrder::InOut, weight_stride: 64, ..self },
+        ]
+    }
+
     /// Bytes that `x`, the weight and the result reach over.
     pub(super) fn reach(&self) -> Result<[usize; 3], GpuError> {
         let Self { rows, inner, columns, batch, .. } = *self;
