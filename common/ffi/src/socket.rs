@@ -1,28 +1,54 @@
 //! What std has no call for: reading a socket without waiting while its other direction blocks, sleeping until it takes more to
 //! send, and sleeping until one of several sockets has something to read or a thread says so.
-use std::io::{self, IoSliceMut};
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::time::Duration;
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
-/// Tells the events of the wake-up from those of sockets.
+/// Tells the events of the wake-up and the alarm from those of sockets.
+const ALARM: u64 = 2;
 const WAKE: u64 = 1;
 const SOCKET: u64 = 0;
 /// Events taken from the kernel at once: what is left of them comes with the next call.
 const MAX_EVENTS: usize = 8;
 
-/// Reads what is there, at most as much as `bufs` hold; 0 is the end of the stream. The socket's own mode does not matter.
+/// Reads what is there, at most as much as `buf` holds; 0 is the end of the stream. The socket's own mode does not matter.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when nothing is there; otherwise the system's word.
-pub fn recv_now(socket: impl AsFd, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+pub fn recv_now(socket: impl AsFd, buf: &mut [u8]) -> io::Result<usize> {
+    let socket = socket.as_fd().as_raw_fd();
+    // SAFETY: the buffer and the descriptor are borrowed for the call; the kernel writes only into the buffer, and is asked
+    // for no address. By the bare call: the library's prepares for the thread to be cancelled, which nobody does.
+    let read = unsafe {
+        libc::syscall(
+            libc::SYS_recvfrom,
+            socket,
+            buf.as_mut_ptr(),
+            buf.len(),
+            libc::MSG_DONTWAIT,
+            ptr::null_mut::<libc::sockaddr>(),
+            ptr::null_mut::<libc::socklen_t>(),
+        )
+    };
+    usize::try_from(read).map_err(|_| io::Error::last_os_error())
+}
+
+/// Writes as much of `bufs`, one behind the other, as the socket takes. The socket's own mode does not matter.
+///
+/// # Errors
+/// [`io::ErrorKind::WouldBlock`] when it takes nothing; otherwise the system's word, and no signal.
+pub fn send_now(socket: impl AsFd, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
     // SAFETY: a msghdr is plain integers and pointers, for which zero is a value: no name, no control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = bufs.as_mut_ptr().cast();
+    message.msg_iov = bufs.as_ptr().cast_mut().cast();
     message.msg_iovlen = bufs.len() as _;
-    // SAFETY: `IoSliceMut` is laid out as an iovec (std's promise) of memory borrowed for the call, `msg_iovlen` of them;
-    // the descriptor is borrowed for the call too. The kernel writes only into these buffers and into `message`.
-    let read = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
-    usize::try_from(read).map_err(|_| io::Error::last_os_error())
+    let (socket, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+    // SAFETY: `IoSlice` is laid out as an iovec (std's promise) of memory borrowed for the call, `msg_iovlen` of them; the
+    // descriptor is borrowed for the call too. The kernel reads all of it and writes none. The bare call, as above.
+    let sent = unsafe { libc::syscall(libc::SYS_sendmsg, socket, &raw const message, flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
 /// Sleeps until the socket takes something more to send, or is at its end, at most for `timeout`. May end early. Returns
@@ -35,7 +61,7 @@ pub fn wait_writable(socket: impl AsFd, timeout: Duration) -> io::Result<bool> {
     let timeout = crate::futex::timespec(timeout);
     // SAFETY: one pollfd, of which the kernel writes `revents`, and a timespec that it reads; both outlive the call, and so
     // does the borrowed descriptor. No signal mask is given.
-    let found = unsafe { libc::ppoll(&raw mut wanted, 1, &raw const timeout, std::ptr::null()) };
+    let found = unsafe { libc::ppoll(&raw mut wanted, 1, &raw const timeout, ptr::null()) };
     match found {
         ..0 => match io::Error::last_os_error() {
             error if error.kind() == io::ErrorKind::Interrupted => Ok(true),
@@ -45,11 +71,57 @@ pub fn wait_writable(socket: impl AsFd, timeout: Duration) -> io::Result<bool> {
     }
 }
 
-/// Sockets of which one thread wants to know that they can be read, and its bell.
+/// Sockets of which one thread wants to know that they can be read, its bell and its alarm.
 #[derive(Debug)]
 pub struct Readiness {
     epoll: OwnedFd,
     wake: OwnedFd,
+    alarm: Alarm,
+}
+
+/// Ends waits at a deadline. A timer costs more to set than all the rest of a short wait; deadlines that move away with every
+/// wait, as those of hops do, cost nothing: what is set rings in the end, too early, and is set anew.
+#[derive(Debug)]
+struct Alarm {
+    timer: OwnedFd,
+    /// Times are counted from here.
+    begun: Instant,
+    /// When it rings, ns; `NEVER` when it is not set.
+    rings_at: AtomicU64,
+}
+
+const NEVER: u64 = u64::MAX;
+
+impl Alarm {
+    fn new() -> io::Result<Self> {
+        // SAFETY: takes plain flags and returns a new descriptor or -1.
+        let timer =
+            unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) };
+        Ok(Self { timer: owned(timer)?, begun: Instant::now(), rings_at: AtomicU64::new(NEVER) })
+    }
+
+    /// Rings at `deadline`, if not before.
+    fn set(&self, deadline: Instant) {
+        let since_begun = |at: Instant| at.saturating_duration_since(self.begun).as_nanos() as u64;
+        let rings_at = since_begun(deadline);
+        if rings_at >= self.rings_at.load(Relaxed) {
+            return;
+        }
+        // 0 would mean never.
+        let left = rings_at.saturating_sub(since_begun(Instant::now())).max(1);
+        let once = libc::itimerspec {
+            it_interval: crate::futex::timespec(Duration::ZERO),
+            it_value: crate::futex::timespec(Duration::from_nanos(left)),
+        };
+        // SAFETY: the descriptor is owned; the kernel only reads `once`, and is asked for nothing. It cannot fail with a timer
+        // and such a time.
+        unsafe { libc::timerfd_settime(self.timer.as_raw_fd(), 0, &raw const once, ptr::null_mut()) };
+        self.rings_at.store(rings_at, Relaxed);
+    }
+
+    fn handle_rung(&self) {
+        self.rings_at.store(NEVER, Relaxed);
+    }
 }
 
 impl Readiness {
@@ -66,9 +138,11 @@ impl Readiness {
             )
         };
         let (epoll, wake) = (owned(epoll), owned(wake));
-        let set = Self { epoll: epoll?, wake: wake? };
+        let set = Self { epoll: epoll?, wake: wake?, alarm: Alarm::new()? };
         // Seen once for every wake-up, so that nobody has to take it away again.
-        set.control(libc::EPOLL_CTL_ADD, &set.wake, (libc::EPOLLIN | libc::EPOLLET) as u32, WAKE)?;
+        let once = (libc::EPOLLIN | libc::EPOLLET) as u32;
+        set.control(libc::EPOLL_CTL_ADD, &set.wake, once, WAKE)?;
+        set.control(libc::EPOLL_CTL_ADD, &set.alarm.timer, once, ALARM)?;
         Ok(set)
     }
 
@@ -94,55 +168,32 @@ impl Readiness {
         unsafe { libc::write(self.wake.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    /// Sleeps until a socket can be read, a wake-up, or for `timeout` (`None`: no limit). May end early. Returns whether a
-    /// socket can be read.
-    pub fn wait(&self, timeout: Option<Duration>) -> bool {
+    /// Sleeps until a socket can be read, a wake-up, or `deadline` (`None`: no limit). May end early. Returns whether a socket
+    /// can be read. For one thread at a time.
+    pub fn wait(&self, deadline: Option<Instant>) -> bool {
+        if let Some(deadline) = deadline {
+            self.alarm.set(deadline);
+        }
         let mut events = [libc::epoll_event { events: 0, u64: WAKE }; MAX_EVENTS];
-        let found = self.wait_exactly(&mut events, timeout).or_else(|error| match error.raw_os_error() {
-            // Kernels before 5.11, and filters of calls.
-            Some(libc::ENOSYS | libc::EPERM) => self.wait_millis(&mut events, timeout),
-            _ => Err(error),
-        });
-        let found = found.unwrap_or(0);
-        events[..found].iter().any(|event| { event.u64 } == SOCKET)
-    }
-
-    fn wait_exactly(
-        &self,
-        events: &mut [libc::epoll_event; MAX_EVENTS],
-        timeout: Option<Duration>,
-    ) -> io::Result<usize> {
-        let timeout = timeout.map(crate::futex::timespec);
-        let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `events` has room for MAX_EVENTS; `timeout` is null or points to a timespec that outlives the call; no
-        // signal mask is given. The kernel writes only into `events`.
+        // SAFETY: `events` has room for MAX_EVENTS, and the kernel writes nowhere else; no signal mask is given. The bare call,
+        // as above.
         let found = unsafe {
             libc::syscall(
-                libc::SYS_epoll_pwait2,
+                libc::SYS_epoll_pwait,
                 self.epoll.as_raw_fd(),
                 events.as_mut_ptr(),
-                MAX_EVENTS,
-                timeout,
-                std::ptr::null::<libc::sigset_t>(),
+                MAX_EVENTS as libc::c_int,
+                -1 as libc::c_int,
+                ptr::null::<libc::sigset_t>(),
                 0usize,
             )
         };
-        usize::try_from(found).map_err(|_| io::Error::last_os_error())
-    }
-
-    fn wait_millis(
-        &self,
-        events: &mut [libc::epoll_event; MAX_EVENTS],
-        timeout: Option<Duration>,
-    ) -> io::Result<usize> {
-        let millis = timeout.map_or(-1, |timeout| {
-            libc::c_int::try_from(timeout.as_micros().div_ceil(1000)).unwrap_or(libc::c_int::MAX)
-        });
-        // SAFETY: `events` has room for MAX_EVENTS, and the kernel writes nowhere else.
-        let found = unsafe {
-            libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), MAX_EVENTS as libc::c_int, millis)
-        };
-        usize::try_from(found).map_err(|_| io::Error::last_os_error())
+        // An error is an interruption: there is nothing else that it could be.
+        let events = &events[..usize::try_from(found).unwrap_or(0)];
+        if events.iter().any(|event| { event.u64 } == ALARM) {
+            self.alarm.handle_rung();
+        }
+        events.iter().any(|event| { event.u64 } == SOCKET)
     }
 
     fn control(&self, what: libc::c_int, socket: impl AsFd, events: u32, data: u64) -> io::Result<()> {
@@ -173,18 +224,26 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(20);
+    const SHORT: Duration = Duration::from_millis(5);
 
     #[test]
-    fn what_is_there_is_read_into_several_places_and_nothing_is_waited_for() {
-        let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let (mut first, mut second) = ([0; 3], [0; 8]);
-        let mut read = || recv_now(&theirs, &mut [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)]);
-        assert_eq!(read().unwrap_err().kind(), io::ErrorKind::WouldBlock);
-        ours.write_all(b"abcde").unwrap();
-        assert_eq!(read().unwrap(), 5);
+    fn what_is_there_is_read_and_what_has_room_is_written_and_nothing_is_waited_for() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut buf = [0; 3];
+        assert_eq!(recv_now(&theirs, &mut buf).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(
+            send_now(&ours, &[IoSlice::new(b"ab"), IoSlice::new(b""), IoSlice::new(b"cde")]).unwrap(),
+            5
+        );
+        assert_eq!((recv_now(&theirs, &mut buf).unwrap(), &buf), (3, b"abc"));
+        assert_eq!((recv_now(&theirs, &mut buf).unwrap(), &buf[..2]), (2, &b"de"[..]));
+        let block = [0; 1 << 16];
+        let full = std::iter::repeat_with(|| send_now(&ours, &[IoSlice::new(&block)])).find_map(Result::err);
+        assert_eq!(full.unwrap().kind(), io::ErrorKind::WouldBlock);
         drop(ours);
-        assert_eq!(read().unwrap(), 0);
-        assert_eq!((&first, &second[..3]), (b"abc", &b"de\0"[..]));
+        while recv_now(&theirs, &mut [0; 1 << 16]).unwrap() > 0 {}
+        let (ours, _) = UnixStream::pair().unwrap();
+        assert_eq!(send_now(&ours, &[IoSlice::new(b"a")]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
 
     #[test]
@@ -206,35 +265,47 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_a_wake_up_and_a_timeout_each_end_the_wait() {
+    fn a_socket_a_wake_up_and_a_deadline_each_end_the_wait() {
         let (set, (mut ours, theirs)) = (Readiness::new().unwrap(), UnixStream::pair().unwrap());
         let begun = Instant::now();
-        assert!(!set.wait(Some(Duration::from_millis(5))));
-        assert!(begun.elapsed() >= Duration::from_millis(5));
+        assert!(!set.wait(Some(begun + SHORT)));
+        assert!(begun.elapsed() >= SHORT);
         set.wake();
-        assert!(!set.wait(Some(LONG)), "a wake-up before the wait is not lost");
+        assert!(!set.wait(Some(begun + LONG)), "a wake-up before the wait is not lost");
         set.add(&theirs).unwrap();
         thread::scope(|scope| {
             scope.spawn(|| ours.write_all(b"a").unwrap());
-            while !set.wait(Some(LONG)) {}
+            while !set.wait(Some(begun + LONG)) {}
         });
-        assert!(set.wait(Some(LONG)), "until it is read");
+        assert!(set.wait(Some(begun + LONG)), "until it is read");
         set.remove(&theirs);
         thread::scope(|scope| {
             scope.spawn(|| set.wake());
-            assert!(!set.wait(Some(LONG)));
+            assert!(!set.wait(None));
         });
         assert!(begun.elapsed() < LONG / 2);
     }
 
     #[test]
-    fn old_kernels_wait_too() {
+    fn deadlines_are_kept_however_they_move() {
         let set = Readiness::new().unwrap();
-        let begun = Instant::now();
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; MAX_EVENTS];
-        assert_eq!(set.wait_millis(&mut events, Some(Duration::from_micros(4001))).unwrap(), 0);
-        assert!(begun.elapsed() >= Duration::from_micros(4001));
+        let wait_until = |deadline: Instant| {
+            let mut waits = 0;
+            while Instant::now() < deadline {
+                assert!(!set.wait(Some(deadline)));
+                waits += 1;
+            }
+            waits
+        };
         set.wake();
-        assert_eq!(set.wait_millis(&mut events, None).unwrap(), 1);
+        assert!(!set.wait(Some(Instant::now() + SHORT)), "sets the alarm, and ends before");
+        assert!(wait_until(Instant::now() + 3 * SHORT) <= 2, "once at the alarm that was set");
+        set.wake();
+        assert!(!set.wait(Some(Instant::now() + LONG)));
+        let begun = Instant::now();
+        assert!(wait_until(begun + SHORT) <= 1, "it is set to ring sooner");
+        assert!(begun.elapsed() < LONG / 2);
+        assert!(!set.wait(Some(begun)), "what has passed ends at once");
+        assert!(begun.elapsed() < LONG / 2);
     }
 }

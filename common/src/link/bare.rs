@@ -39,7 +39,10 @@ impl BareWire {
     /// These bytes arrive as a frame, or what is left of one.
     pub fn deliver(&self, bytes: &[u8]) {
         match FrameReader::new(self.intake.clone()).read(&mut &*bytes) {
-            Ok(Progress::Frame) => self.intake.inbox.ring(),
+            Ok(Progress::Frame(frame)) => {
+                frame.map(|frame| self.intake.inbox.place(frame));
+                self.intake.inbox.ring();
+            }
             Ok(Progress::Waits { .. }) => {}
             Err(end) => self.intake.inbox.end(end),
         }

@@ -56,10 +56,11 @@ impl Doorbell {
         // Said before looking for the last time: whoever rings later sees it.
         self.inner.sleepers.fetch_add(1, SeqCst);
         let rang = loop {
-            let lanes = self.lanes();
-            lanes.iter().for_each(|lane| lane.set_sleeping(true));
-            let rang = self.look_and_sleep(seen, &lanes, deadline);
-            lanes.iter().for_each(|lane| lane.set_sleeping(false));
+            // Sockets and lanes are never waited for together.
+            let rang = match self.sockets() {
+                Some(sockets) => self.sleep_on_sockets(sockets, seen, deadline),
+                None => self.sleep_on_lanes(seen, deadline),
+            };
             if let Some(rang) = rang {
                 break rang;
             }
@@ -105,7 +106,29 @@ impl Doorbell {
         Some(SocketWatch { bell: self.clone(), socket: Arc::clone(socket) })
     }
 
+    fn sockets(&self) -> Option<&Readiness> {
+        self.inner.readiness.get().filter(|_| self.inner.num_sockets.load(SeqCst) > 0)
+    }
+
     /// Whether it rang, or `None` to look again: after a sleep, whatever ended it.
+    fn sleep_on_sockets(&self, sockets: &Readiness, seen: u64, deadline: Option<Instant>) -> Option<bool> {
+        if self.count() != seen || sockets.wait(deadline) {
+            return Some(true);
+        }
+        // The clock is read only where nothing has come.
+        let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        is_over.then(|| self.count() != seen)
+    }
+
+    /// The same on lanes, or on the bell alone.
+    fn sleep_on_lanes(&self, seen: u64, deadline: Option<Instant>) -> Option<bool> {
+        let lanes = self.lanes();
+        lanes.iter().for_each(|lane| lane.set_sleeping(true));
+        let rang = self.look_and_sleep(seen, &lanes, deadline);
+        lanes.iter().for_each(|lane| lane.set_sleeping(false));
+        rang
+    }
+
     fn look_and_sleep(&self, seen: u64, lanes: &[Arc<Watch>], deadline: Option<Instant>) -> Option<bool> {
         if self.count() != seen || lanes.iter().any(|lane| lane.moved()) {
             return Some(true);
@@ -113,11 +136,6 @@ impl Doorbell {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         if left.is_some_and(|left| left.is_zero()) {
             return Some(false);
-        }
-        if self.inner.num_sockets.load(SeqCst) > 0
-            && let Some(sockets) = self.inner.readiness.get()
-        {
-            return sockets.wait(left).then_some(true);
         }
         match lanes {
             [] => futex::wait(&self.inner.count, seen as u32, Scope::Process, left),

@@ -1,6 +1,6 @@
 //! Where a transport's reader leaves verified frames for the engine thread, and says when and why the link ended.
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::in_frame::{Body, InFrame};
@@ -17,6 +17,8 @@ pub(super) struct Inbox {
     /// Dispatches and answers that an honest peer can have on their way at once.
     max_frames: usize,
     ended: AtomicBool,
+    /// Frames in `state`: an engine that finds none takes no lock.
+    waiting: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -35,6 +37,7 @@ impl Inbox {
             bell,
             max_frames,
             ended: AtomicBool::new(false),
+            waiting: AtomicUsize::new(0),
             state: Mutex::new(State { frames: VecDeque::with_capacity(max_frames), end: None }),
         })
     }
@@ -50,14 +53,18 @@ impl Inbox {
     /// Leaves a verified frame for the engine and rings. After the end of the link it is dropped; more frames than credits allow
     /// for end the link.
     pub(super) fn deliver(&self, header: FrameHeader, body: Body) {
-        if self.place(header, body) {
+        if self.place(self.frame(header, body)) {
             self.bell.ring();
         }
     }
 
-    /// The same on the engine's own thread, which need not be told. Returns whether the frame was left.
-    pub(super) fn place(&self, header: FrameHeader, body: Body) -> bool {
-        let frame = InFrame::new(header, body, Arc::clone(&self.stats));
+    /// A verified frame.
+    pub(super) fn frame(&self, header: FrameHeader, body: Body) -> InFrame {
+        InFrame::new(header, body, Arc::clone(&self.stats))
+    }
+
+    /// Leaves a frame without ringing. Returns whether it was left.
+    pub(super) fn place(&self, frame: InFrame) -> bool {
         let mut state = self.lock();
         if state.end.is_some() {
             return false;
@@ -67,8 +74,9 @@ impl Inbox {
             self.end(self.corrupt("the peer has more frames in flight than its credits allow"));
             return false;
         }
-        self.stats.received(HEADER_BYTES + header.body_bytes as usize);
+        self.stats.received(HEADER_BYTES + frame.header.body_bytes as usize);
         state.frames.push_back(frame);
+        self.waiting.store(state.frames.len(), Ordering::Release);
         true
     }
 
@@ -94,8 +102,13 @@ impl Inbox {
 
     /// The oldest frame, else the end, else nothing.
     pub(super) fn poll(&self) -> Result<Option<InFrame>, LinkError> {
+        if self.waiting.load(Ordering::Acquire) == 0 && !self.ended.load(Ordering::Acquire) {
+            return Ok(None);
+        }
         let mut state = self.lock();
-        match (state.frames.pop_front(), &state.end) {
+        let oldest = state.frames.pop_front();
+        self.waiting.store(state.frames.len(), Ordering::Release);
+        match (oldest, &state.end) {
             (Some(frame), _) => Ok(Some(frame)),
             (None, Some(end)) => Err(end.clone()),
             (None, None) => Ok(None),

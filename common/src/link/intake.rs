@@ -1,19 +1,20 @@
-//! From bytes to verified frames in the inbox: what every transport of encoded frames does the same way.
-use std::io::{self, IoSliceMut, Read};
+//! From bytes to verified frames: what every transport of encoded frames does the same way.
+use std::io::{self, Read};
 use std::sync::Arc;
 
 use super::inbox::Inbox;
 use super::loopback::receive_pool;
 use super::pool::{Pool, PooledBuf};
 use super::port::Port;
-use super::{Body, LinkError};
+use super::{Body, InFrame, LinkError};
 use crate::frame::{
     BodyCheck, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, verify_body,
 };
 
-/// Most bytes of a body that are read together with its header; what they hold of the next frame is copied once more.
-const READ_AHEAD_BYTES: usize = 64 << 10;
-/// Most bytes of a larger body that are read before their checksum is taken.
+/// Bytes of a body that are read together with its header: of the first, and the fewest.
+const FIRST_READ_BYTES: usize = 64 << 10;
+const LEAST_READ_BYTES: usize = 4 << 10;
+/// Most bytes of a body that are read before their checksum is taken. What they hold of the next frame is copied once more.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// One end's way in.
@@ -33,10 +34,10 @@ impl Intake {
 }
 
 /// How far reading got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Progress {
-    /// A frame lies in the inbox, or was dropped.
-    Frame,
+    /// A frame is whole; none where it was dropped.
+    Frame(Option<InFrame>),
     /// There is nothing to read just now, and so much of a body is still to come.
     Waits {
         /// Bytes; 0 while the header is not there.
@@ -47,14 +48,13 @@ pub(super) enum Progress {
 /// Puts frames together from a stream of bytes, which may come in pieces of any size.
 pub(super) struct FrameReader {
     pub(super) intake: Intake,
-    head: [u8; HEADER_BYTES],
-    /// Bytes of the header so far.
+    /// Memory for the frame under way.
+    frame: Option<PooledBuf>,
+    /// Bytes of it so far.
     filled: usize,
-    /// Memory for the body, taken before it is known how long that is.
-    body: Option<PooledBuf>,
-    /// Bytes that came with the header and lie there.
-    behind: usize,
     expected: Option<Expected>,
+    /// Bytes of a body that are read together with its header: as many as the last one had, up to a limit.
+    with_header: usize,
     /// What was read beyond the last frame, from `ahead_at` on.
     ahead: Vec<u8>,
     ahead_at: usize,
@@ -64,129 +64,109 @@ pub(super) struct FrameReader {
 struct Expected {
     header: FrameHeader,
     crc: u32,
-    /// Bytes of the body so far.
-    filled: usize,
-    /// Of these; none where the body came in one piece.
+    /// Header and body.
+    bytes: usize,
+    /// Of the body so far; none where it came in one piece.
     check: Option<BodyCheck>,
 }
 
 impl FrameReader {
     pub(super) fn new(intake: Intake) -> Self {
-        Self {
-            intake,
-            head: [0; HEADER_BYTES],
-            filled: 0,
-            body: None,
-            behind: 0,
-            expected: None,
-            ahead: Vec::new(),
-            ahead_at: 0,
-        }
+        let with_header = FIRST_READ_BYTES;
+        // A frame's worth of bytes may turn out to be smaller frames.
+        let ahead = Vec::with_capacity(PIECE_BYTES + HEADER_BYTES);
+        Self { intake, frame: None, filled: 0, expected: None, with_header, ahead, ahead_at: 0 }
     }
 
     /// Reads until a frame is whole or, of an input that does not block, nothing is left. The error is how the link ends; a
     /// peer's farewell is one.
     pub(super) fn read(&mut self, input: &mut impl Read) -> Result<Progress, LinkError> {
         loop {
-            let read = match &self.expected {
-                None if self.filled == HEADER_BYTES => {
+            let up_to = match &self.expected {
+                Some(expected) if self.filled == expected.bytes => return self.finish(),
+                Some(expected) => expected.bytes.min(self.filled + PIECE_BYTES),
+                None if self.filled >= HEADER_BYTES => {
                     self.expect()?;
                     continue;
                 }
-                None => self.read_header(input),
-                Some(expected) if expected.missing() == 0 => return self.finish(),
-                Some(_) => self.read_body(input),
+                // The header, what is likely to follow it, and the next header if it is there.
+                None if self.ahead_at == self.ahead.len() => HEADER_BYTES + self.with_header + HEADER_BYTES,
+                None => HEADER_BYTES,
             };
-            match read {
+            match self.read_some(input, up_to) {
                 Ok(0) => return Err(self.intake.inbox.lost(self.where_it_ended())),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Ok(Progress::Waits {
-                        missing: self.expected.as_ref().map_or(0, Expected::missing),
-                    });
+                    let missing = self.expected.as_ref().map_or(0, |expected| expected.bytes - self.filled);
+                    return Ok(Progress::Waits { missing });
                 }
                 Err(error) => return Err(self.intake.inbox.lost(error)),
             }
         }
     }
 
-    /// The rest of the header, and what comes with it.
-    fn read_header(&mut self, input: &mut impl Read) -> io::Result<usize> {
-        let rest = &mut self.head[self.filled..];
-        if self.ahead_at < self.ahead.len() {
-            let read = take(&self.ahead, &mut self.ahead_at, rest);
-            self.filled += read;
-            return Ok(read);
+    /// Some more of the frame, of which no more than `up_to` bytes are wanted.
+    fn read_some(&mut self, input: &mut impl Read, up_to: usize) -> io::Result<usize> {
+        let frame = memory(&mut self.frame, &self.intake);
+        let up_to = up_to.min(frame.len());
+        let piece = &mut frame[self.filled..up_to];
+        let read = match self.ahead_at < self.ahead.len() {
+            true => take(&self.ahead, &mut self.ahead_at, piece),
+            false => input.read(piece)?,
+        };
+        self.filled += read;
+        if let Some(Expected { check: Some(check), .. }) = &mut self.expected {
+            check.update(&piece[..read]);
         }
-        let body = memory(&mut self.body, &self.intake);
-        let with_it = body.len().min(READ_AHEAD_BYTES);
-        let wanted = rest.len();
-        let read =
-            input.read_vectored(&mut [IoSliceMut::new(rest), IoSliceMut::new(&mut body[..with_it])])?;
-        self.filled += read.min(wanted);
-        self.behind = read.saturating_sub(wanted);
         Ok(read)
     }
 
     /// The header is there: what follows it?
     fn expect(&mut self) -> Result<(), LinkError> {
-        let (header, crc) = FrameHeader::decode(&self.head, &self.intake.limits)
+        let frame = memory(&mut self.frame, &self.intake);
+        let (head, behind) = frame[..self.filled].split_at(HEADER_BYTES);
+        let head = head.first_chunk().ok_or_else(|| self.intake.inbox.corrupt("no header"))?;
+        let (header, crc) = FrameHeader::decode(head, &self.intake.limits)
             .map_err(|error| self.intake.inbox.corrupt(error))?;
-        let bytes = header.body_bytes as usize;
-        let body = memory(&mut self.body, &self.intake);
-        let filled = self.behind.min(bytes);
-        if self.behind > bytes {
+        let body = header.body_bytes as usize;
+        let bytes = HEADER_BYTES + body;
+        if self.filled > bytes {
             self.ahead.clear();
-            self.ahead.extend_from_slice(&body[bytes..self.behind]);
+            self.ahead.extend_from_slice(&behind[body..]);
             self.ahead_at = 0;
+            self.filled = bytes;
         }
-        let check = (filled < bytes).then(|| {
+        let check = (self.filled < bytes).then(|| {
             let mut check = BodyCheck::default();
-            check.update(&body[..filled]);
+            check.update(behind);
             check
         });
-        self.behind = 0;
-        self.expected = Some(Expected { header, crc, filled, check });
+        self.with_header = body.clamp(LEAST_READ_BYTES, PIECE_BYTES);
+        self.expected = Some(Expected { header, crc, bytes, check });
         Ok(())
-    }
-
-    /// Some more of the body.
-    fn read_body(&mut self, input: &mut impl Read) -> io::Result<usize> {
-        let Some(expected) = &mut self.expected else { return Ok(0) };
-        let body = memory(&mut self.body, &self.intake);
-        let piece = &mut body[expected.filled..][..expected.missing().min(PIECE_BYTES)];
-        let read = match self.ahead_at < self.ahead.len() {
-            true => take(&self.ahead, &mut self.ahead_at, piece),
-            false => input.read(piece)?,
-        };
-        expected.filled += read;
-        expected.check.iter_mut().for_each(|check| check.update(&piece[..read]));
-        Ok(read)
     }
 
     /// All of a frame is there.
     fn finish(&mut self) -> Result<Progress, LinkError> {
-        let (Some(Expected { header, crc, check, .. }), Some(mut body)) =
-            (self.expected.take(), self.body.take())
+        let (Some(Expected { header, crc, check, .. }), Some(mut frame)) =
+            (self.expected.take(), self.frame.take())
         else {
             return Ok(Progress::Waits { missing: 0 });
         };
         self.filled = 0;
-        body.shorten(header.body_bytes as usize);
+        frame.shorten(header.body_bytes as usize);
         let inbox = &self.intake.inbox;
         let verified = match check {
             Some(check) => check.verify(crc),
-            None => verify_body(body.bytes(), crc),
+            None => verify_body(frame.bytes(), crc),
         };
         verified.map_err(|error| inbox.corrupt(error))?;
         if header.kind == FrameKind::Close {
-            return Err(inbox.closed(String::from_utf8_lossy(body.bytes())));
+            return Err(inbox.closed(String::from_utf8_lossy(frame.bytes())));
         }
-        if inbox.admits(&header) {
-            inbox.place(header, Body::Pooled(body));
-        }
-        Ok(Progress::Frame)
+        let admitted = inbox.admits(&header).then(|| inbox.frame(header, Body::Pooled(frame)));
+        Ok(Progress::Frame(admitted))
     }
 
     fn where_it_ended(&self) -> &'static str {
@@ -198,16 +178,10 @@ impl FrameReader {
     }
 }
 
-impl Expected {
-    fn missing(&self) -> usize {
-        self.header.body_bytes as usize - self.filled
-    }
-}
-
-/// As much as a body may have.
-fn memory<'a>(body: &'a mut Option<PooledBuf>, intake: &Intake) -> &'a mut [u8] {
+/// As much as a frame may have, and a header behind it.
+fn memory<'a>(frame: &'a mut Option<PooledBuf>, intake: &Intake) -> &'a mut [u8] {
     let most = intake.limits.max_body_bytes.max(MAX_TEXT_BYTES) as usize;
-    body.get_or_insert_with(|| intake.pool.take(most)).bytes_mut()
+    frame.get_or_insert_with(|| intake.pool.take(most)).frame_mut()
 }
 
 /// Copies what is left behind `at`, as far as it goes.
@@ -234,16 +208,12 @@ mod tests {
 
     impl Read for Pieces<'_> {
         fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-            self.read_vectored(&mut [IoSliceMut::new(buf)])
-        }
-
-        fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
             self.is_dry = !self.is_dry;
             if self.is_dry {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
             let (piece, _) = self.bytes.split_at(self.sizes.next().unwrap().min(self.bytes.len()));
-            let read = (&mut &*piece).read_vectored(bufs)?;
+            let read = (&mut &*piece).read(buf)?;
             self.bytes = &self.bytes[read..];
             Ok(read)
         }
@@ -268,8 +238,10 @@ mod tests {
     #[test]
     fn frames_are_whole_in_whatever_pieces_they_come() {
         let large = 2 << 20;
-        let limits = Limits { max_rows: 1 << 16, max_body_bytes: large, credits: 8, ..limits("pieces") };
-        let sizes = [0, 256, 33 * 256, 0, READ_AHEAD_BYTES, READ_AHEAD_BYTES + 256, large as usize, 512];
+        let limits = Limits { max_rows: 1 << 16, max_body_bytes: large, credits: 12, ..limits("pieces") };
+        let (first, piece) = (FIRST_READ_BYTES, PIECE_BYTES);
+        let sizes =
+            [first, 0, 256, 33 * 256, 33 * 256, 0, first + 256, piece, piece, large as usize, 512, 512];
         let frames: Vec<_> = (0u64..).zip(sizes).map(|(step, bytes)| frame(step, bytes, &limits)).collect();
         let wire: Vec<u8> = frames.iter().flat_map(|(wire, _)| wire.clone()).collect();
         for pieces in [vec![1 << 22], vec![1, 63, 65, 4096], vec![64, 256], vec![9000], vec![5, 1 << 20]] {
@@ -277,14 +249,17 @@ mod tests {
             let mut reader = FrameReader::new(Intake::new(&port));
             let mut input = Pieces { bytes: &wire, sizes: pieces.clone().into_iter().cycle(), is_dry: false };
             for (step, (_, body)) in (0u64..).zip(&frames) {
-                while let Progress::Waits { missing } = reader.read(&mut input).unwrap() {
-                    assert!(missing <= body.len(), "{missing} of {} are missing", body.len());
-                }
-                let frame = port.inbox.poll().unwrap().expect("it is whole");
+                let frame = loop {
+                    match reader.read(&mut input).unwrap() {
+                        Progress::Frame(frame) => break frame.expect("of this epoch"),
+                        Progress::Waits { missing } => {
+                            assert!(missing <= body.len(), "{missing} of {} are missing", body.len());
+                        }
+                    }
+                };
                 assert_eq!(frame.header.hop.step.0, step);
                 assert!(frame.body() == body, "step {step} in pieces of {pieces:?}");
             }
-            assert!(port.inbox.poll().unwrap().is_none());
             assert_eq!(port.inbox.stats.counts().buffers_grown, 0);
         }
     }

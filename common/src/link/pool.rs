@@ -3,8 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use super::stats::LinkStats;
+use crate::frame::HEADER_BYTES;
 
-/// A set of equally large buffers.
+/// Before a body its header, and behind it the next one.
+const AROUND_BYTES: usize = 2 * HEADER_BYTES;
+
+/// A set of equally large buffers, each with room around a body.
 #[derive(Clone)]
 pub struct Pool {
     free: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -13,22 +17,22 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// `count` buffers of `capacity_bytes` each. Their pages are taken from the system at first use.
+    /// `count` buffers for bodies of `capacity_bytes`. Their pages are taken from the system at first use.
     pub fn new(count: usize, capacity_bytes: usize, stats: Arc<LinkStats>) -> Self {
-        let free = (0..count).map(|_| vec![0; capacity_bytes]).collect();
+        let free = (0..count).map(|_| vec![0; capacity_bytes + AROUND_BYTES]).collect();
         Self { free: Arc::new(Mutex::new(free)), capacity_bytes, stats }
     }
 
-    /// A buffer whose first `len` bytes are to be overwritten. Makes a new one (and counts it) when a receiver holds on
+    /// A buffer for a body of `len` bytes, to be overwritten. Makes a new one (and counts it) when a receiver holds on
     /// to more frames than the link's credits allow for, which a peer cannot bring about.
     pub fn take(&self, len: usize) -> PooledBuf {
         let recycled = self.free.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).pop();
         let mut buf = recycled.unwrap_or_else(|| {
             self.stats.buffer_grown();
-            vec![0; self.capacity_bytes]
+            vec![0; self.capacity_bytes + AROUND_BYTES]
         });
-        if buf.len() < len {
-            buf.resize(len, 0);
+        if buf.len() < len + AROUND_BYTES {
+            buf.resize(len + AROUND_BYTES, 0);
         }
         PooledBuf { buf, len, home: Arc::clone(&self.free) }
     }
@@ -43,17 +47,22 @@ pub struct PooledBuf {
 }
 
 impl PooledBuf {
-    /// What was written.
+    /// The body that was written.
     pub fn bytes(&self) -> &[u8] {
-        &self.buf[..self.len]
+        &self.buf[HEADER_BYTES..][..self.len]
     }
 
-    /// For the link that fills it.
+    /// The body, for the link that fills it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.buf[..self.len]
+        &mut self.buf[HEADER_BYTES..][..self.len]
     }
 
-    /// Only the first `len` bytes were written.
+    /// Header, body and the next header, for a link that gets one behind the other.
+    pub(super) fn frame_mut(&mut self) -> &mut [u8] {
+        &mut self.buf[..self.len + AROUND_BYTES]
+    }
+
+    /// Only the first `len` bytes of the body were written.
     pub(super) fn shorten(&mut self, len: usize) {
         self.len = self.len.min(len);
     }

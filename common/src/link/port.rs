@@ -52,17 +52,32 @@ impl Port {
     /// See [`HopLink::poll_recv`](super::HopLink::poll_recv).
     pub(super) fn poll_recv(&mut self) -> Result<Option<InFrame>, LinkError> {
         while let Some(frame) = self.inbox.poll()? {
-            match self.credits.handle_arrival(frame.header.kind, frame.header.hop) {
-                Arrival::Take => return Ok(Some(frame)),
-                Arrival::Unasked => self.inbox.stats.unasked_dropped(),
-                Arrival::Duplicate => self.inbox.stats.duplicate_dropped(),
-                Arrival::OverCredit => {
-                    let what = format!("the peer has more than {} dispatches in flight", self.limits.credits);
-                    self.inbox.end(self.inbox.corrupt(what));
-                }
+            let taken = self.sort(frame);
+            if taken.is_some() {
+                return Ok(taken);
             }
         }
         Ok(None)
+    }
+
+    /// A frame that the engine's own thread has just read, if it is for the engine. Nothing may lie in the inbox.
+    pub(super) fn take(&mut self, frame: InFrame) -> Option<InFrame> {
+        self.inbox.stats.received(HEADER_BYTES + frame.header.body_bytes as usize);
+        self.sort(frame)
+    }
+
+    /// Accounts for a frame; returns it if it is for the engine.
+    fn sort(&mut self, frame: InFrame) -> Option<InFrame> {
+        match self.credits.handle_arrival(frame.header.kind, frame.header.hop) {
+            Arrival::Take => return Some(frame),
+            Arrival::Unasked => self.inbox.stats.unasked_dropped(),
+            Arrival::Duplicate => self.inbox.stats.duplicate_dropped(),
+            Arrival::OverCredit => {
+                let what = format!("the peer has more than {} dispatches in flight", self.limits.credits);
+                self.inbox.end(self.inbox.corrupt(what));
+            }
+        }
+        None
     }
 
     /// Ends this end. Returns the farewell that is still to be sent, the first time.

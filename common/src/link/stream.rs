@@ -3,7 +3,7 @@
 //! Clones share the connection. One thread may read while another writes: what waits for the socket holds no lock that the
 //! other direction needs. Under TLS a write is [sealed](LinkStream::seal) first and then written like any other bytes, so that
 //! whoever writes without blocking goes on doing so; records are allocated there, which in the clear nothing is.
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -52,8 +52,12 @@ impl LinkStream {
     }
 
     /// Reads without ever blocking: `WouldBlock` where nothing whole is there.
-    pub(super) fn now(&self) -> Now<'_> {
-        Now(self)
+    ///
+    /// In the clear, a read that finds less than it has room for leaves the socket empty, and is remembered in `is_dry`: the
+    /// next one is answered without asking the system. What came since then is found by the read after it, or by whoever sleeps
+    /// until the socket can be read.
+    pub(super) fn now<'a>(&'a self, is_dry: &'a mut bool) -> Now<'a> {
+        Now { stream: self, is_dry }
     }
 
     /// Whether what is written must be sealed.
@@ -132,46 +136,36 @@ impl Read for &LinkStream {
             Some(tls) => tls.read(&*self.stream, buf),
         }
     }
-
-    fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        match &self.tls {
-            None => (&*self.stream).read_vectored(bufs),
-            Some(tls) => read_first(bufs, |buf| tls.read(&*self.stream, buf)),
-        }
-    }
 }
 
 /// See [`LinkStream::now`].
-pub(super) struct Now<'a>(&'a LinkStream);
+pub(super) struct Now<'a> {
+    stream: &'a LinkStream,
+    is_dry: &'a mut bool,
+}
 
 /// The bare socket, never waited for.
 struct SocketNow<'a>(&'a TcpStream);
 
 impl Read for Now<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.read_vectored(&mut [IoSliceMut::new(buf)])
-    }
-
-    fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        match &self.0.tls {
-            None => recv_now(&*self.0.stream, bufs),
-            Some(tls) => read_first(bufs, |buf| tls.read(SocketNow(&self.0.stream), buf)),
+        let socket = &self.stream.stream;
+        if let Some(tls) = &self.stream.tls {
+            return tls.read(SocketNow(socket), buf);
         }
+        if std::mem::take(self.is_dry) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        let read = recv_now(&**socket, buf)?;
+        *self.is_dry = read < buf.len();
+        Ok(read)
     }
 }
 
 impl Read for SocketNow<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        recv_now(self.0, &mut [IoSliceMut::new(buf)])
+        recv_now(self.0, buf)
     }
-}
-
-/// Fills the first place that has room: what is opened of TLS is copied anyway.
-fn read_first(
-    bufs: &mut [IoSliceMut<'_>],
-    read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
-) -> io::Result<usize> {
-    bufs.iter_mut().find(|buf| !buf.is_empty()).map_or(Ok(0), |buf| read(buf))
 }
 
 /// Blocks as the socket does: for handshakes, where one thread does both.
@@ -188,5 +182,38 @@ impl Write for &LinkStream {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn an_empty_socket_is_not_asked_again_at_once_and_nothing_is_missed() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (near, mut is_dry) = (LinkStream::from(listener.accept().unwrap().0), false);
+        let waits = |error: io::Error| assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        let look = |room: usize, is_dry: &mut bool| {
+            let mut buf = [0; 8];
+            near.now(is_dry).read(&mut buf[..room]).map(|read| buf[..read].to_vec())
+        };
+        waits(look(8, &mut is_dry).unwrap_err());
+        far.write_all(b"abcde").unwrap();
+        // Until they have come.
+        near.socket().peek(&mut [0]).unwrap();
+        assert_eq!(look(3, &mut is_dry).unwrap(), b"abc");
+        assert_eq!(
+            (look(3, &mut is_dry).unwrap(), is_dry),
+            (b"de".to_vec(), true),
+            "there may be more after a full read"
+        );
+        far.write_all(b"f").unwrap();
+        near.socket().peek(&mut [0]).unwrap();
+        waits(look(3, &mut is_dry).unwrap_err());
+        assert_eq!(look(3, &mut is_dry).unwrap(), b"f");
     }
 }

@@ -139,7 +139,7 @@ fn handle_slot(port: &Port, slot: Slot) -> Result<(), LinkError> {
         return Err(port.inbox.closed(String::from_utf8_lossy(body)));
     }
     if port.inbox.admits(&header) {
-        port.inbox.place(header, Body::Slot(slot));
+        port.inbox.place(port.inbox.frame(header, Body::Slot(slot)));
     }
     Ok(())
 }

@@ -43,6 +43,8 @@ pub struct TcpLink {
     bell: Doorbell,
     /// The engine reads; otherwise the thread does.
     reader: Option<FrameReader>,
+    /// The engine's last look left nothing in the socket.
+    is_dry: bool,
     /// Held while the bell sleeps on the socket.
     watch: Option<SocketWatch>,
     errands: Option<Sender<Errand>>,
@@ -78,6 +80,7 @@ impl TcpLink {
             outbox,
             bell,
             reader,
+            is_dry: false,
             watch: None,
             errands: Some(errands),
             done,
@@ -106,30 +109,27 @@ impl TcpLink {
         self.outbox.write(&self.stream, &encoded, body)
     }
 
-    /// Reads one frame into the inbox. Returns whether there was one.
-    fn read_frame(&mut self) -> bool {
-        if self.reader.is_none() {
-            self.reader = self.done.try_recv().ok();
-        }
-        if self.reader.is_some() && self.watch.is_none() {
+    /// Reads on. `None` where nothing is to be read here, or the link has ended.
+    fn read_frame(&mut self) -> Option<Option<InFrame>> {
+        if self.watch.is_none() {
             self.watch = self.bell.watch_socket(self.stream.socket());
             if self.watch.is_none() {
                 self.hand_over(Errand::Everything);
             }
         }
-        let Some(reader) = &mut self.reader else { return false };
-        match reader.read(&mut self.stream.now()) {
-            Ok(Progress::Frame) => true,
+        let reader = self.reader.as_mut()?;
+        match reader.read(&mut self.stream.now(&mut self.is_dry)) {
+            Ok(Progress::Frame(frame)) => Some(frame),
             Ok(Progress::Waits { missing }) => {
                 if missing > LARGE_BYTES {
                     self.hand_over(Errand::OneFrame);
                 }
-                false
+                None
             }
             Err(end) => {
                 end_link(reader, &self.stream, &self.outbox, end);
                 (self.reader, self.watch) = (None, None);
-                false
+                None
             }
         }
     }
@@ -166,9 +166,22 @@ impl HopLink for TcpLink {
             if let Some(frame) = self.port.poll_recv()? {
                 return Ok(Some(frame));
             }
-            if !self.read_frame() {
+            if self.reader.is_none() {
+                match self.done.try_recv() {
+                    // It has left a frame before.
+                    Ok(reader) => self.reader = Some(reader),
+                    Err(_) => return Ok(None),
+                }
+                continue;
+            }
+            match self.read_frame() {
+                Some(frame) => {
+                    if let Some(frame) = frame.and_then(|frame| self.port.take(frame)) {
+                        return Ok(Some(frame));
+                    }
+                }
                 // Whether or not that was the end.
-                return self.port.poll_recv();
+                None => return self.port.poll_recv(),
             }
         }
     }

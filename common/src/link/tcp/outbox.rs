@@ -6,8 +6,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use afd_ffi::socket::wait_writable;
-use socket2::SockRef;
+use afd_ffi::socket::{send_now, wait_writable};
 
 use crate::frame::HEADER_BYTES;
 use crate::link::stream::LinkStream;
@@ -191,15 +190,14 @@ impl<'a> Parts<'a> {
 
 /// Writes as much as the socket takes without anybody waiting for long. Returns how many bytes that were.
 fn write_at_once(stream: &TcpStream, parts: &Parts<'_>) -> io::Result<usize> {
-    let (socket, len) = (SockRef::from(stream), parts.len());
-    let mut sent = 0;
+    let (len, mut sent) = (parts.len(), 0);
     let mut patience = None;
     while sent < len {
         let mut slices = [IoSlice::new(&[]); SLICES];
         let filled =
             slices.iter_mut().zip(parts.behind(sent)).map(|(slice, part)| *slice = IoSlice::new(part));
         let filled = filled.count();
-        match socket.send_vectored_with_flags(&slices[..filled], libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) {
+        match send_now(stream, &slices[..filled]) {
             Ok(written) => sent += written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {

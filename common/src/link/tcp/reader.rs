@@ -34,13 +34,13 @@ impl Thread {
                 Errand::Everything(reader) => (reader, true),
             };
             loop {
+                let inbox = Arc::clone(&reader.intake.inbox);
                 match reader.read(&mut input) {
-                    Ok(Progress::Frame) => {}
+                    Ok(Progress::Frame(frame)) => drop(frame.map(|frame| inbox.place(frame))),
                     // The socket blocks.
                     Ok(Progress::Waits { .. }) => continue,
                     Err(end) => return end_link(&reader, &self.stream, &self.outbox, end),
                 }
-                let inbox = Arc::clone(&reader.intake.inbox);
                 // What still comes after a farewell is read so that the peer gets rid of it.
                 if !is_for_good && inbox.ended().is_none() {
                     if self.done.send(reader).is_err() {

@@ -1,12 +1,12 @@
 //! Ways for rows there and back: a link, a bare socket, a bare futex. Each has a thread at its far end that answers with as
 //! much as it got, and ends with its way.
 use std::hint::black_box;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_ffi::futex::{self, Scope};
 use afd_ffi::socket::{Readiness, recv_now};
@@ -159,10 +159,14 @@ impl RawEnd {
     fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let Some(sockets) = &self.sockets else { return (&self.socket).read(buffer) };
         loop {
-            match recv_now(&self.socket, &mut [IoSliceMut::new(buffer)]) {
+            match recv_now(&self.socket, buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if !sockets.wait(Some(PATIENCE)) {
-                        return Err(io::ErrorKind::TimedOut.into());
+                    // An alarm of an earlier wait may ring in between.
+                    let deadline = Instant::now() + PATIENCE;
+                    while !sockets.wait(Some(deadline)) {
+                        if Instant::now() >= deadline {
+                            return Err(io::ErrorKind::TimedOut.into());
+                        }
                     }
                 }
                 read => return read,
