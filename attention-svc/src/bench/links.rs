@@ -15,9 +15,6 @@ use crate::plan::calibrate::{LinkName, LinkPoint, Measured as Points};
 
 /// Turns that every way gets at every size.
 const SLICES: u32 = 20;
-/// Sizes of the goals, bytes each way: a row of 2048, and 256 of them.
-const SMALL_BYTES: usize = 4096;
-const LARGE_BYTES: usize = 1 << 20;
 
 /// Measure the links of this machine.
 #[derive(Clone, Debug, Args)]
@@ -71,52 +68,24 @@ pub(super) async fn run(args: LinksArgs) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// One of the goals that the links are held to.
-struct Goal {
-    what: &'static str,
-    /// Below this it is missed, where more is better; above it where less is.
-    bound: f64,
-    found: f64,
-    more_is_better: bool,
+/// One way's times over another's, size by size.
+struct Ratio {
+    of: String,
+    over: String,
+    sizes: Vec<f64>,
 }
 
-impl Goal {
-    fn is_met(&self) -> bool {
-        if self.more_is_better { self.found >= self.bound } else { self.found <= self.bound }
-    }
-}
-
-/// Those whose sides were measured.
-fn goals(measured: &Measured) -> Vec<Goal> {
-    let time = |name: &str, bytes: usize| {
-        let series = measured.series.iter().find(|series| series.name == name)?;
-        Some(series.sizes.iter().find(|size| size.bytes == bytes)?.p50.as_secs_f64())
+/// What a link costs over its bare transport, and a slow link over a fast one; those whose sides were measured.
+fn ratios(measured: &Measured) -> Vec<Ratio> {
+    let find = |name: &str| measured.series.iter().find(|series| series.name == name);
+    let pairs =
+        [("shm", "raw futex"), ("tcp", "raw tcp, epoll"), ("tcp", "raw tcp"), ("inline", "shm")].into_iter();
+    let ratio = |(of, over): (&str, &str)| {
+        let both = find(of)?.sizes.iter().zip(&find(over)?.sizes);
+        let sizes = both.map(|(of, over)| of.p50.as_secs_f64() / over.p50.as_secs_f64()).collect();
+        Some(Ratio { of: of.into(), over: over.into(), sizes })
     };
-    let ratio = |name: &str, beside: &str, bytes| Some(time(name, bytes)? / time(beside, bytes)?);
-    // A socket's worth is the same at every size; the worst of them counts.
-    let of_tcp = |beside: &str| {
-        let series = measured.series.iter().find(|series| series.kind == Some(LinkKind::Tcp))?;
-        series.sizes.iter().filter_map(|size| ratio("tcp", beside, size.bytes)).reduce(f64::max)
-    };
-    let goal = |what, bound, more_is_better, found: Option<f64>| {
-        Some(Goal { what, bound, found: found?, more_is_better })
-    };
-    let rate = Some(measured.checksum_rate / 1e9);
-    [
-        goal("shm beside inline at 1 MiB, times faster", 5.0, true, ratio("inline", "shm", LARGE_BYTES)),
-        goal("shm over a bare futex at 4 KiB", 1.5, false, ratio("shm", "raw futex", SMALL_BYTES)),
-        goal("tcp over a bare socket among several, the worst size", 1.3, false, of_tcp("raw tcp, epoll")),
-        goal(
-            "tcp over a bare socket that is waited for alone, the worst size",
-            1.3,
-            false,
-            of_tcp("raw tcp"),
-        ),
-        goal("checksum, GB/s", 25.0, true, rate),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
+    pairs.filter_map(ratio).collect()
 }
 
 fn json(settings: &Settings, measured: &Measured, scale_up: LinkKind) -> Value {
@@ -131,13 +100,13 @@ fn json(settings: &Settings, measured: &Measured, scale_up: LinkKind) -> Value {
         })
     };
     let series = |series: &Series| json!({"name": series.name, "sizes": series.sizes.iter().map(size).collect::<Vec<_>>()});
-    let goal = |goal: &Goal| json!({"what": goal.what, "found": goal.found, "goal": goal.bound, "met": goal.is_met()});
+    let ratio = |ratio: &Ratio| json!({"of": ratio.of, "over": ratio.over, "sizes": ratio.sizes});
     json!({
         "columns": settings.columns,
         "dtype": "bfloat16",
         "checksum_bytes_per_s": measured.checksum_rate,
         "series": measured.series.iter().map(series).collect::<Vec<_>>(),
-        "goals": goals(measured).iter().map(goal).collect::<Vec<_>>(),
+        "ratios": ratios(measured).iter().map(ratio).collect::<Vec<_>>(),
         "points": points(measured, scale_up),
     })
 }
@@ -171,12 +140,13 @@ fn text(settings: &Settings, measured: &Measured) -> String {
         };
         out.push_str(&table(&heads, measured.series.iter().map(row).collect()));
     }
-    out.push('\n');
-    for goal in goals(measured) {
-        let (sign, word) =
-            (if goal.more_is_better { "≥" } else { "≤" }, if goal.is_met() { "met" } else { "missed" });
-        let _ = writeln!(out, "{}: {} (goal {sign} {}): {word}", goal.what, digits(goal.found), goal.bound);
-    }
+    out.push_str("\nround trip over that of another way\n");
+    let row = |ratio: Ratio| {
+        let cells = ratio.sizes.iter().map(|ratio| digits(*ratio));
+        std::iter::once(format!("{} / {}", ratio.of, ratio.over)).chain(cells).collect()
+    };
+    out.push_str(&table(&heads, ratios(measured).into_iter().map(row).collect()));
+    let _ = writeln!(out, "\nchecksum of a frame: {} GB/s", digits(measured.checksum_rate / 1e9));
     out
 }
 
@@ -203,7 +173,7 @@ mod tests {
         let series = |name: &str, kind, small, large| Series {
             name: name.into(),
             kind,
-            sizes: vec![size(SMALL_BYTES, small), size(LARGE_BYTES, large)],
+            sizes: vec![size(4096, small), size(1 << 20, large)],
         };
         Measured {
             series: vec![
@@ -219,14 +189,23 @@ mod tests {
     }
 
     #[test]
-    fn goals_are_ratios_of_the_same_run() {
-        let found: Vec<_> = goals(&measured()).iter().map(|g| (g.found, g.is_met())).collect();
-        assert_eq!(found, [(1400.0 / 300.0, false), (1.4, true), (1.25, true), (1.4, false), (30.0, true)]);
+    fn ratios_are_of_the_same_run_and_size() {
+        let told = |r: Ratio| format!("{}/{}: {:.2}, {:.2}", r.of, r.over, r.sizes[0], r.sizes[1]);
+        let found: Vec<_> = ratios(&measured()).into_iter().map(told).collect();
+        let expected = [
+            "shm/raw futex: 1.40, 1.50",
+            "tcp/raw tcp, epoll: 1.14, 1.25",
+            "tcp/raw tcp: 1.20, 1.40",
+            "inline/shm: 7.14, 4.67",
+        ];
+        assert_eq!(found, expected);
         let text = text(
             &Settings { kinds: vec![], rows: vec![1, 256], columns: 2048, time: Duration::ZERO, slices: 1 },
             &measured(),
         );
-        assert!(text.contains("4.67 (goal ≥ 5): missed"), "{text}");
+        let line = text.lines().find(|line| line.starts_with("tcp / raw tcp ")).unwrap();
+        assert_eq!(line.split_whitespace().skip(4).collect::<Vec<_>>(), ["1.20", "1.40"], "{text}");
+        assert!(text.ends_with("checksum of a frame: 30.0 GB/s\n"), "{text}");
     }
 
     #[test]
