@@ -61,9 +61,9 @@ choose_threads() {
 
 build() {
     heading "release build"
-    local packages=(-p attention-svc -p ffn-svc)
-    if [[ $act == kill ]]; then packages+=(-p afd-tests); fi # for the token oracle
-    cargo build --release --locked --bins "${packages[@]}"
+    # The token oracle too, which only --kill runs: with other packages chosen, dependencies would have other features, and
+    # --kill would build the services anew.
+    cargo build --release --locked --bins --workspace
     binaries=$(target_folder)/release
 }
 
