@@ -1,10 +1,8 @@
 //! Two busy attention ranks meet at the FFN while it is the bottleneck; an idle one costs nothing.
-use std::time::Duration;
-
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
 use afd_tests::oracle;
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 
 const MODEL: &str = "tiny-mixtral";
 /// Times the prompt is asked for in a row, to have enough steps.
@@ -31,17 +29,10 @@ async fn busy(deployment: &Deployment, ranks: &[usize]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn metric(deployment: &Deployment, name: &str) -> anyhow::Result<f64> {
-    let url = format!("http://{}/metrics", deployment.ffn_addresses[0]);
-    let text = deployment.client().get(url).timeout(Duration::from_secs(10)).send().await?.text().await?;
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Ok(value.with_context(|| format!("no {name}"))?.parse()?)
-}
-
 /// Of a histogram.
 async fn mean(deployment: &Deployment, name: &str) -> anyhow::Result<f64> {
-    let sum = metric(deployment, &format!("{name}_sum")).await?;
-    Ok(sum / metric(deployment, &format!("{name}_count")).await?)
+    let sum = deployment.ffn_metric(0, &format!("{name}_sum")).await?;
+    Ok(sum / deployment.ffn_metric(0, &format!("{name}_count")).await?)
 }
 
 #[tokio::test]
@@ -63,12 +54,12 @@ async fn busy_ranks_board_and_share_executions() -> anyhow::Result<()> {
 async fn an_idle_neighbour_is_not_waited_for() -> anyhow::Result<()> {
     let deployment = start("60").await?;
     // Both have warmed up, maybe at the same time.
-    let ranks = async || metric(&deployment, "afd_ffn_batch_ranks_sum").await;
-    let batches = async || metric(&deployment, "afd_ffn_batch_ranks_count").await;
+    let ranks = async || deployment.ffn_metric(0, "afd_ffn_batch_ranks_sum").await;
+    let batches = async || deployment.ffn_metric(0, "afd_ffn_batch_ranks_count").await;
     let before = (ranks().await?, batches().await?);
     busy(&deployment, &[1]).await?;
     ensure!(ranks().await? - before.0 == batches().await? - before.1, "a batch has rows of both");
-    ensure!(metric(&deployment, "afd_ffn_boarding").await? == 0.0, "it waits for nobody");
-    ensure!(metric(&deployment, "afd_ffn_stragglers_total").await? == 0.0);
+    ensure!(deployment.ffn_metric(0, "afd_ffn_boarding").await? == 0.0, "it waits for nobody");
+    ensure!(deployment.ffn_metric(0, "afd_ffn_stragglers_total").await? == 0.0);
     Ok(())
 }

@@ -8,9 +8,9 @@ use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::v1::ffn_control_service_server::{FfnControlService, FfnControlServiceServer};
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use afd_tests::fixtures;
-use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Pass, Process};
+use afd_tests::harness::{self, Deployment, DeploymentSpec, Ffn, Pass, Process};
 use afd_tests::oracle;
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::{Channel, Server};
@@ -115,9 +115,7 @@ async fn a_rank_that_falls_silent_while_it_is_joined_is_named_with_phase_time_an
 /// A number that a process shows.
 async fn metric(address: SocketAddr, name: &str) -> anyhow::Result<f64> {
     let client = reqwest::Client::builder().no_proxy().build()?;
-    let text = client.get(format!("http://{address}/metrics")).send().await?.text().await?;
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-    value.with_context(|| format!("{address} shows no {name}"))
+    harness::metric(&client, &format!("http://{address}/metrics"), name).await
 }
 
 /// The model's own continuation of a prompt, asked of one attention rank.

@@ -9,12 +9,6 @@ use serde_json::{Value, json};
 
 const MODEL: &str = "tiny-mixtral";
 
-async fn metric(deployment: &Deployment, url: String, name: &str) -> anyhow::Result<f64> {
-    let text = deployment.client().get(url).send().await?.text().await?;
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Ok(value.with_context(|| format!("no {name}"))?.parse()?)
-}
-
 #[tokio::test]
 async fn most_steps_of_a_long_answer_were_told_one_step_ahead() -> anyhow::Result<()> {
     are_told_ahead(pair()).await
@@ -48,13 +42,12 @@ async fn are_told_ahead(spec: DeploymentSpec) -> anyhow::Result<()> {
     for (prompt, answer) in expected.prompts.iter().zip(futures::future::join_all(asked).await) {
         oracle::same(&prompt.generated_ids, &answer?)?;
     }
-    let attention = |name| metric(&deployment, deployment.url(0, "/metrics"), name);
+    let attention = |name| deployment.metric(0, name);
     let (ahead, steps) = (attention("afd_plans_ahead_total").await?, attention("afd_steps_total").await?);
     println!("{ahead} of {steps} steps came as told one step ahead");
     ensure!(ahead > 0.5 * steps, "only {ahead} of {steps} steps came as told");
     ensure!(attention("afd_ffn_losses_total").await? == 0.0, "a plan ended a session");
-    let ffn = format!("http://{}/metrics", deployment.ffn_addresses[0]);
-    let unplanned = metric(&deployment, ffn, "afd_ffn_hops_unplanned_total").await?;
+    let unplanned = deployment.ffn_metric(0, "afd_ffn_hops_unplanned_total").await?;
     println!("{unplanned} hops of shard 0 ran before their plan was there");
     Ok(())
 }

@@ -421,7 +421,11 @@ impl Deployment {
     }
 }
 
-async fn metric(client: &reqwest::Client, url: &str, name: &str) -> anyhow::Result<f64> {
+/// A number that a page of metrics shows.
+///
+/// # Errors
+/// When there is none of this name (with its labels).
+pub async fn metric(client: &reqwest::Client, url: &str, name: &str) -> anyhow::Result<f64> {
     let text = client.get(url).send().await?.text().await?;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
     value.with_context(|| format!("{url} shows no {name}"))
