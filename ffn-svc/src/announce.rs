@@ -1,10 +1,11 @@
 //! Tells attention ranks where this rank can be joined (`--announce`), again and again, and that it leaves.
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_common::net::client;
 use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::membership_service_client::MembershipServiceClient;
+use afd_common::spelling::span;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -17,6 +18,9 @@ use crate::serve::Server;
 const PATIENCE: Duration = Duration::from_secs(3);
 /// After a failure.
 const RETRY: Duration = Duration::from_secs(1);
+/// Between two warnings of the same failure: at first, and at most.
+const FIRST_SILENCE: Duration = Duration::from_secs(10);
+const LONGEST_SILENCE: Duration = Duration::from_secs(600);
 /// For all farewells together.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -33,6 +37,51 @@ struct Announcer {
     tls: Option<ClientTls>,
     token: Option<MetadataValue<Ascii>>,
     request: v1::AnnounceRequest,
+}
+
+/// What was said of announcing, so that it is said when it changes, and again and again, ever more seldom, while it fails. Pure.
+#[derive(Debug, Default)]
+struct Said {
+    announced: bool,
+    failing: Option<Failing>,
+}
+
+#[derive(Debug)]
+struct Failing {
+    why: String,
+    since: Instant,
+    again_at: Instant,
+    pause: Duration,
+}
+
+/// What is to be said.
+#[derive(Debug, PartialEq, Eq)]
+enum Saying {
+    Announced,
+    Failing { why: String, since: Duration },
+}
+
+impl Said {
+    fn is_announced(&self) -> bool {
+        self.announced
+    }
+
+    /// Announcing failed, for this reason, or did not.
+    fn handle(&mut self, failed: Option<String>, now: Instant) -> Option<Saying> {
+        let Some(why) = failed else {
+            self.failing = None;
+            return (!std::mem::replace(&mut self.announced, true)).then_some(Saying::Announced);
+        };
+        self.announced = false;
+        let same = self.failing.as_ref().filter(|before| before.why == why);
+        if same.is_some_and(|same| now < same.again_at) {
+            return None;
+        }
+        let pause = same.map_or(FIRST_SILENCE, |same| (2 * same.pause).min(LONGEST_SILENCE));
+        let since = self.failing.as_ref().map_or(now, |before| before.since);
+        self.failing = Some(Failing { why: why.clone(), since, again_at: now + pause, pause });
+        Some(Saying::Failing { why, since: now.saturating_duration_since(since) })
+    }
 }
 
 impl Announcing {
@@ -69,7 +118,7 @@ impl Announcing {
 
 impl Announcer {
     async fn run(self, stop: CancellationToken) {
-        let (mut last, mut channel) = (None, None);
+        let (mut said, mut channel) = (Said::default(), None);
         loop {
             let outcome = tokio::select! {
                 outcome = self.announce(&mut channel) => outcome,
@@ -79,21 +128,22 @@ impl Announcer {
                 Ok(forgotten_after) => *forgotten_after / 4,
                 Err(_) => RETRY,
             };
-            let said = outcome.err();
-            // Said when it changes: an attention rank that is not there yet is asked every second.
-            if last.as_ref() != Some(&said) {
-                match &said {
-                    None => tracing::info!(to = self.to, address = self.request.address, "announced"),
-                    Some(why) => tracing::warn!(to = self.to, why, "cannot announce this rank (--announce)"),
+            match said.handle(outcome.err(), Instant::now()) {
+                None => {}
+                Some(Saying::Announced) => {
+                    tracing::info!(to = self.to, address = self.request.address, "announced");
                 }
-                last = Some(said);
+                Some(Saying::Failing { why, since }) => {
+                    let since = span(since);
+                    tracing::warn!(to = self.to, why, since, "cannot announce this rank (--announce)");
+                }
             }
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = stop.cancelled() => break,
             }
         }
-        if let (Some(channel), Some(None)) = (channel, last) {
+        if let (Some(channel), true) = (channel, said.is_announced()) {
             let v1::AnnounceRequest { identity, address, .. } = self.request.clone();
             let leave = self.with_token(v1::LeaveRequest { identity, address });
             // It would be forgotten all the same, only later.
@@ -130,5 +180,38 @@ impl Announcer {
             request.metadata_mut().insert("authorization", token.clone());
         }
         request
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_said_again_ever_more_seldom_and_a_success_once() {
+        let (mut said, begun) = (Said::default(), Instant::now());
+        let mut failing_at = |second: u64, why: &str| {
+            let saying = said.handle(Some(why.into()), begun + Duration::from_secs(second))?;
+            match saying {
+                Saying::Failing { why, since } => Some((why, since.as_secs())),
+                Saying::Announced => None,
+            }
+        };
+        let told: Vec<_> = (0..2000).filter_map(|second| failing_at(second, "nobody")).collect();
+        let seconds: Vec<_> = told.iter().map(|(_, since)| *since).collect();
+        assert_eq!(seconds, [0, 10, 30, 70, 150, 310, 630, 1230, 1830]);
+        assert_eq!(
+            failing_at(2000, "refused"),
+            Some(("refused".into(), 2000)),
+            "what is new is said at once"
+        );
+        assert_eq!(failing_at(2009, "refused"), None);
+        let later = begun + Duration::from_secs(2010);
+        assert_eq!(said.handle(None, later), Some(Saying::Announced));
+        assert_eq!(said.handle(None, later), None);
+        assert!(said.is_announced());
+        let failed = said.handle(Some("gone".into()), later);
+        assert_eq!(failed, Some(Saying::Failing { why: "gone".into(), since: Duration::ZERO }));
+        assert!(!said.is_announced());
     }
 }
