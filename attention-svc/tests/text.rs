@@ -173,6 +173,19 @@ fn an_explicit_add_bos_token_wins() {
 }
 
 #[test]
+fn a_tokenizer_that_cannot_work_is_named_before_anybody_uses_it() {
+    let source = std::fs::read_to_string(fixtures().join("tiny/tiny-llama/tokenizer.json")).unwrap();
+    let mut tokenizer: Value = serde_json::from_str(&source).unwrap();
+    // A table of one entry, in which the library looks for the entry of every byte.
+    tokenizer["normalizer"] =
+        serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="});
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let error = Text::load(folder.path(), TokenizerFile::Required).unwrap_err().to_string();
+    assert!(error.ends_with("tokenizer.json: the tokenizers library cannot read it"), "{error}");
+}
+
+#[test]
 fn a_missing_tokenizer_is_named_unless_weights_are_dummy() {
     let folder = tempfile::tempdir().unwrap();
     let error = Text::load(folder.path(), TokenizerFile::Required).unwrap_err().to_string();

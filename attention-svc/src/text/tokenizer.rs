@@ -3,6 +3,7 @@
 //! `tokenizer.json` is trusted for everything but the beginning-of-text token, where an explicit `add_bos_token` in
 //! `tokenizer_config.json` wins. Its truncation and padding are never applied.
 use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use tokenizers::decoders::DecoderWrapper;
@@ -63,12 +64,20 @@ impl Tokenizer {
         let path = folder.join("tokenizer.json");
         let failed = |what: String| TextError::File { path: path.display().to_string(), what };
         let bytes = std::fs::read(&path).map_err(|e| failed(e.to_string()))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| failed(e.to_string()))?;
+        // The library panics on some files where it should refuse them; what it was building is gone then.
+        let loaded = catch_unwind(AssertUnwindSafe(|| Self::parse(&bytes, settings)));
+        loaded.unwrap_or_else(|_| Err("the tokenizers library cannot read it".into())).map_err(failed)
+    }
+
+    fn parse(bytes: &[u8], settings: &TextSettings) -> Result<Self, String> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string())?;
         inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| failed(e.to_string()))?;
+        inner.with_truncation(None).map_err(|e| e.to_string())?;
         let special =
             inner.get_added_tokens_decoder().iter().filter(|(_, t)| t.special).map(|(id, _)| *id).collect();
         let scheme = inner.get_decoder().map_or(Scheme::Other, scheme_of);
+        // Parts that cannot work show with any text, rather here than in a request.
+        drop(inner.encode_fast("a", true));
         let bos = bos_rule(&inner, settings);
         let least = LeastTokens::new(&inner);
         Ok(Self { inner: Some(Box::new(inner)), scheme, special, bos, least })

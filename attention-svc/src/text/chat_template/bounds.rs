@@ -7,6 +7,7 @@
 //!   limited for the rendering as a whole.
 //!
 //! The [program](super::program) asks at every step that is not trivial.
+use std::error::Error as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -138,5 +139,23 @@ fn within(bytes: usize, most: usize, of: &str) -> Result<(), Error> {
 }
 
 pub(super) fn excess(what: String) -> Error {
-    Error::new(ErrorKind::InvalidOperation, what)
+    Error::new(ErrorKind::InvalidOperation, what).with_source(Excess)
+}
+
+/// Tells what is beyond a bound from other errors of a template.
+#[derive(Debug, thiserror::Error)]
+#[error("beyond what a chat template may do")]
+pub(super) struct Excess;
+
+/// Whether a rendering ended because it went beyond a bound.
+pub(super) fn is_excess(error: &Error) -> bool {
+    let out_of_fuel = |error: &Error| error.kind() == ErrorKind::OutOfFuel;
+    let mut source = error.source();
+    while let Some(cause) = source {
+        if cause.is::<Excess>() || cause.downcast_ref().is_some_and(out_of_fuel) {
+            return true;
+        }
+        source = cause.source();
+    }
+    out_of_fuel(error)
 }

@@ -20,7 +20,7 @@ mod program;
 #[cfg(test)]
 mod tests;
 
-use bounds::FUEL;
+use bounds::{FUEL, is_excess};
 use json::to_json;
 use program::Program;
 
@@ -58,15 +58,23 @@ const COMPILER_STACK_BYTES: usize = 256 << 20;
 struct Raised(String);
 
 impl ChatTemplate {
-    /// Compiles the checkpoint's template. Its text stays in memory for the life of the process: a process has one.
+    /// Compiles the checkpoint's template and tries it on one short message. Its text stays in memory for the life of the
+    /// process: a process has one.
     ///
     /// # Errors
-    /// A sentence, when there is none or it does not compile.
+    /// A sentence, when there is none, it does not compile, or even that message is too much for it.
     pub fn new(settings: &TextSettings) -> Result<Self, String> {
         let text = settings.chat_template.clone().ok_or("this model has no chat template")?;
-        let program =
-            compile(text).map_err(|what| format!("this model's chat template cannot be used: {what}"))?;
-        Ok(Self { environment: environment(), program, special_tokens: settings.special_tokens.clone() })
+        let unusable = |what| format!("this model's chat template cannot be used: {what}");
+        let program = compile(text).map_err(unusable)?;
+        let template =
+            Self { environment: environment(), program, special_tokens: settings.special_tokens.clone() };
+        let hello = [ChatMessage { role: "user".into(), content: "Hello".into(), name: None }];
+        match template.run(&hello, true, &serde_json::Map::new()) {
+            Err(error) if is_excess(&error) => Err(unusable(format!("{error:#}"))),
+            // Whatever else it has against this message, it may like others.
+            _ => Ok(template),
+        }
     }
 
     /// Renders a conversation; `extra` are further variables, such as `enable_thinking`.
@@ -79,6 +87,18 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &serde_json::Map<String, serde_json::Value>,
     ) -> Result<String, TextError> {
+        self.run(messages, add_generation_prompt, extra).map_err(|e| match raised(&e) {
+            Some(message) => TextError::Refused(message),
+            None => TextError::Template(format!("{e:#}")),
+        })
+    }
+
+    fn run(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        extra: &serde_json::Map<String, serde_json::Value>,
+    ) -> Result<String, Error> {
         let mut context: std::collections::BTreeMap<&str, Value> = std::collections::BTreeMap::new();
         context.extend(extra.iter().map(|(name, value)| (name.as_str(), Value::from_serialize(value))));
         context.extend(
@@ -88,10 +108,7 @@ impl ChatTemplate {
         context.insert("add_generation_prompt", Value::from(add_generation_prompt));
         context.insert("tools", Value::from(()));
         context.insert("documents", Value::from(()));
-        self.program.run(&self.environment, Value::from_iter(context)).map_err(|e| match raised(&e) {
-            Some(message) => TextError::Refused(message),
-            None => TextError::Template(format!("{e:#}")),
-        })
+        self.program.run(&self.environment, Value::from_iter(context))
     }
 }
 

@@ -3,18 +3,40 @@ use serde_json::json;
 
 use super::*;
 
-fn template(source: &str) -> ChatTemplate {
+/// The template, or why there is none.
+fn made(source: &str) -> Result<ChatTemplate, String> {
     let settings = TextSettings {
         special_tokens: vec![("bos_token".into(), "<s>".into())],
         chat_template: Some(source.into()),
         ..TextSettings::default()
     };
-    ChatTemplate::new(&settings).unwrap()
+    ChatTemplate::new(&settings)
+}
+
+fn template(source: &str) -> ChatTemplate {
+    made(source).unwrap()
 }
 
 fn render(source: &str, extra: serde_json::Value) -> Result<String, TextError> {
     let messages = [ChatMessage { role: "user".into(), content: " Hi <b> ".into(), name: None }];
     template(source).render(&messages, true, extra.as_object().unwrap())
+}
+
+#[test]
+fn one_that_runs_away_is_the_models_fault_and_one_that_refuses_is_not() {
+    for runaway in [
+        again_and_again(""),
+        "{{ 'ab' * 99999999999 }}".into(),
+        "{{ messages | tojson(indent=9999) }}".into(),
+    ] {
+        let why = made(&runaway).err().unwrap();
+        assert!(why.starts_with("this model's chat template cannot be used: "), "{runaway}: {why}");
+    }
+    for usable in ["{{ raise_exception('no') }}", "{{ messages[1].role.name }}", "{{ 1 + messages }}"] {
+        assert!(made(usable).is_ok(), "{usable}");
+    }
+    let by_length = "{% if messages[0].content | length > 5 %}{{ 'ab' * 99999999999 }}{% endif %}";
+    assert!(matches!(render(by_length, json!({})), Err(TextError::Template(_))), "not every message");
 }
 
 #[test]
@@ -115,9 +137,12 @@ fn every_template_ends() {
     ];
     for source in in_loops.map(again_and_again).into_iter().chain(alone.map(str::to_owned)) {
         let begun = std::time::Instant::now();
-        let rendered = render(&source, json!({}));
-        let (took, shown) = (begun.elapsed(), rendered.map(|text| text.len()));
-        assert!(matches!(shown, Err(TextError::Template(_))), "{source}: {shown:?}");
+        let shown = made(&source).map(|template| {
+            let message = ChatMessage { role: "user".into(), content: " Hi <b> ".into(), name: None };
+            template.render(&[message], true, &serde_json::Map::new()).map(|text| text.len())
+        });
+        let took = begun.elapsed();
+        assert!(matches!(shown, Err(_) | Ok(Err(TextError::Template(_)))), "{source}: {shown:?}");
         assert!(took < std::time::Duration::from_secs(20), "{source}: {took:?}, {shown:?}");
     }
 }
