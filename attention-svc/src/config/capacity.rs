@@ -37,6 +37,11 @@ pub struct CapacityConfig {
 }
 
 impl CapacityConfig {
+    /// Tokens of a block unless the user says otherwise.
+    pub(super) const BLOCK_SIZE: usize = 16;
+    /// More than any model's longest sequence needs.
+    const MAX_BLOCK_SIZE: usize = 1 << 20;
+
     pub(super) fn new(args: &ServeArgs) -> Result<Self, OptionError> {
         let max_num_batched_tokens =
             at_least_1("--max-num-batched-tokens", args.max_num_batched_tokens, 2048)?;
@@ -62,7 +67,13 @@ impl CapacityConfig {
         Ok(Self {
             threads: tensor_threads(args.threads)?,
             kv_cache,
-            block_size: at_least_1("--block-size", args.block_size, 16)?,
+            block_size: match args.block_size.unwrap_or(Self::BLOCK_SIZE) {
+                size @ 1..=Self::MAX_BLOCK_SIZE => size,
+                other => {
+                    let most = Self::MAX_BLOCK_SIZE;
+                    return refuse("--block-size", format!("is {other}; expected 1 to {most}"));
+                }
+            },
             max_num_seqs,
             max_num_batched_tokens,
             max_queue: at_least_1("--max-queue", args.max_queue, 1024)?,

@@ -1,4 +1,5 @@
 //! Options that are one of a few words.
+use std::fmt;
 use std::str::FromStr;
 
 use afd_common::link::LinkKind;
@@ -151,9 +152,27 @@ impl LinkChoice {
         kinds.to_vec()
     }
 
+    /// As it is written.
+    fn word(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::CudaIpc => "cuda-ipc",
+            Self::Nccl => "nccl",
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Inline => "inline",
+        }
+    }
+
     /// Whether it needs attention to be on a GPU.
     pub fn needs_gpu(self) -> bool {
         matches!(self, Self::CudaIpc | Self::Nccl)
+    }
+}
+
+impl fmt::Display for LinkChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
     }
 }
 
@@ -161,17 +180,10 @@ impl FromStr for LinkChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "cuda-ipc" => Ok(Self::CudaIpc),
-            "nccl" => Ok(Self::Nccl),
-            "shm" => Ok(Self::Shm),
-            "tcp" => Ok(Self::Tcp),
-            "inline" => Ok(Self::Inline),
-            other => Err(format!(
-                "{other:?} is no kind of link; known are auto, cuda-ipc, nccl, shm, tcp and inline"
-            )),
-        }
+        let all = [Self::Auto, Self::CudaIpc, Self::Nccl, Self::Shm, Self::Tcp, Self::Inline];
+        all.into_iter().find(|choice| choice.word() == text).ok_or_else(|| {
+            format!("{text:?} is no kind of link; known are auto, cuda-ipc, nccl, shm, tcp and inline")
+        })
     }
 }
 

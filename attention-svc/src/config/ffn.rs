@@ -48,10 +48,12 @@ impl FfnConfig {
         let Some(target) = args.ffn.clone() else {
             return refuse("--ffn", "is missing: give the addresses of FFN ranks, or local");
         };
-        if args.link.is_some_and(LinkChoice::needs_gpu)
+        if let Some(link) = args.link.filter(|link| link.needs_gpu())
             && args.device.unwrap_or_default() == DeviceChoice::Cpu
         {
-            return refuse("--link", "needs attention on a GPU (--device cuda:0)");
+            let what =
+                format!("is {link}, which needs attention on a GPU; --device is cpu (cuda:0 is a GPU)");
+            return refuse("--link", what);
         }
         Ok(Self {
             target,
@@ -74,10 +76,10 @@ impl FfnConfig {
 
 fn ffn_tls(args: &ServeArgs) -> Result<Option<ClientTls>, OptionError> {
     let options = ["--ffn-tls-cert", "--ffn-tls-key"];
-    let identity = Identity::of(args.ffn_tls_cert.clone(), args.ffn_tls_key.clone(), options);
-    let identity = identity.or_else(|(option, what)| refuse(option, what))?;
-    if args.ffn_tls_ca.is_none() && identity.is_some() {
+    if args.ffn_tls_ca.is_none() && args.ffn_tls_cert.is_some() {
         return refuse("--ffn-tls-ca", "is missing: without it FFN ranks are dialled in the clear");
     }
+    let identity = Identity::of(args.ffn_tls_cert.clone(), args.ffn_tls_key.clone(), options);
+    let identity = identity.or_else(|(option, what)| refuse(option, what))?;
     client_tls("--ffn-tls-ca", args.ffn_tls_ca.as_deref(), identity)
 }

@@ -2,6 +2,8 @@
 use afd_common::config::option::{OptionError, refuse};
 use afd_common::config::units::ByteSize;
 
+use super::CapacityConfig;
+
 /// Most that is taken of a machine's memory without being asked.
 const AUTO_BYTES: u64 = 4 << 30;
 
@@ -87,9 +89,7 @@ impl KvRequest {
         let fits = num_blocks as usize * block_size;
         let size = ByteSize(u64::from(num_blocks) * bytes_per_block);
         if fits < 2 {
-            let need = ByteSize(bytes_per_block);
-            let given = if let Self::Memory(given) = self { given } else { size };
-            return refuse("--kv-cache-memory", format!("{given} has no room for a block of {need}"));
+            return Err(self.no_room(bytes_per_block, block_size, memory));
         }
         match asked_len {
             Some(asked) if asked > fits => {
@@ -100,6 +100,31 @@ impl KvRequest {
                 refuse("--max-model-len", what)
             }
             _ => Ok(KvPlan { num_blocks, max_model_len: wanted_len.min(fits), shortened: fits < wanted_len }),
+        }
+    }
+}
+
+impl KvRequest {
+    /// There is no room for two tokens: whose fault it is.
+    fn no_room(self, bytes_per_block: u64, block_size: usize, memory: KvMemory) -> OptionError {
+        let (need, default) = (ByteSize(bytes_per_block), CapacityConfig::BLOCK_SIZE);
+        let (room, option) = match self {
+            Self::Blocks(blocks) => {
+                let what = format!("is {blocks}, of {block_size} tokens each: a sequence has at least 2");
+                return OptionError::Option { option: "--kv-cache-blocks", what };
+            }
+            Self::Memory(ByteSize(given)) => (given, " (--kv-cache-memory)"),
+            Self::Auto => (memory.available / 2, ", half of what is free"),
+        };
+        let of_default_size = bytes_per_block / block_size as u64 * default as u64;
+        let room = ByteSize(room);
+        if block_size > default && of_default_size <= room.0 {
+            let what = format!("is {block_size}: a block takes {need}, and the KV cache has {room}{option}");
+            return OptionError::Option { option: "--block-size", what };
+        }
+        OptionError::Option {
+            option: "--kv-cache-memory",
+            what: format!("{room} has no room for a block of {need} ({block_size} tokens)"),
         }
     }
 }
@@ -158,6 +183,29 @@ mod tests {
             "{error}"
         );
         assert!(plan(memory, Some(1601), 0).unwrap_err().to_string().contains("1600"));
-        assert!(plan(KvRequest::Memory(ByteSize(5)), None, 0).is_err());
+    }
+
+    #[test]
+    fn what_leaves_no_room_for_a_block_is_named() {
+        let said = |request: KvRequest, block_size: usize, available| {
+            // A token takes 64 KiB.
+            let memory = KvMemory { available, at_most: AUTO_BYTES };
+            request.plan(block_size << 16, block_size, 8, 1600, None, memory).unwrap_err().to_string()
+        };
+        let memory = KvRequest::Memory(ByteSize(8 << 20));
+        assert_eq!(
+            said(memory, 1 << 20, 0),
+            "--block-size is 1048576: a block takes 64GiB, and the KV cache has 8MiB (--kv-cache-memory)"
+        );
+        assert_eq!(
+            said(KvRequest::Auto, 1 << 20, 1 << 30),
+            "--block-size is 1048576: a block takes 64GiB, and the KV cache has 512MiB, half of what is free"
+        );
+        assert_eq!(
+            said(KvRequest::Memory(ByteSize(5)), 16, 0),
+            "--kv-cache-memory 5B has no room for a block of 1MiB (16 tokens)"
+        );
+        assert!(said(KvRequest::Memory(ByteSize(5)), 1 << 20, 0).starts_with("--kv-cache-memory 5"));
+        assert!(said(KvRequest::Blocks(1), 1, 0).starts_with("--kv-cache-blocks is 1, of 1 tokens"));
     }
 }

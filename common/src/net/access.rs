@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::gate::Gate;
-use super::tls::{Identity, ServerTls};
+use super::tls::{Identity, ServerTls, roots};
 
 /// An option that cannot be used as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -63,6 +63,9 @@ impl Access {
                 );
             }
             (Some(identity), client_ca) => {
+                if let Some(Err(what)) = client_ca.as_deref().map(roots) {
+                    return refuse("--tls-client-ca", what);
+                }
                 let gate = if client_ca.is_some() { gate.certificates() } else { gate };
                 match ServerTls::load(identity, client_ca) {
                     Ok(tls) => Self { tls: Some(tls), gate },
@@ -97,6 +100,7 @@ impl Access {
 mod tests {
     use super::*;
     use crate::net::Tokens;
+    use crate::net::tls::tests::Authority;
 
     const PUBLIC: &str = "0.0.0.0:8000";
 
@@ -121,6 +125,29 @@ mod tests {
     }
 
     #[test]
+    fn a_file_of_tls_that_cannot_be_used_is_blamed_on_its_own_option() {
+        let ours = Authority::new();
+        let Identity { certificate, key } = ours.issue("a", &["a"]);
+        let (nowhere, said) = (PathBuf::from("/nowhere"), "/nowhere: No such file");
+        let cases = [
+            ([&nowhere, &key, &ours.ca()], "--tls-cert", said),
+            ([&key, &key, &ours.ca()], "--tls-cert", "a.key holds no certificate"),
+            ([&certificate, &nowhere, &ours.ca()], "--tls-key", said),
+            ([&certificate, &certificate, &ours.ca()], "--tls-key", "a.pem: no private key"),
+            ([&certificate, &key, &nowhere], "--tls-client-ca", said),
+            ([&certificate, &key, &key], "--tls-client-ca", "a.key holds no certificate"),
+        ];
+        for (files, option, said) in cases {
+            let [certificate, key, client_ca] = files.map(|file| Some(file.clone()));
+            let files = TlsFiles { certificate, key, client_ca };
+            let made = Access::new(PUBLIC.parse().unwrap(), files, Gate::default(), "--token-file", true);
+            let error = made.unwrap_err();
+            assert_eq!(error.option, option, "{error}");
+            assert!(error.what.contains(said), "{error}");
+        }
+    }
+
+    #[test]
     fn half_of_tls_is_named() {
         let files = |certificate: Option<&str>, key: Option<&str>, client_ca: Option<&str>| TlsFiles {
             certificate: certificate.map(Into::into),
@@ -131,7 +158,6 @@ mod tests {
             (files(Some("c"), None, None), "--tls-key"),
             (files(None, Some("k"), None), "--tls-cert"),
             (files(None, None, Some("a")), "--tls-client-ca"),
-            (files(Some("/nowhere"), Some("/nowhere"), None), "--tls-cert"),
         ] {
             let made = Access::new(PUBLIC.parse().unwrap(), files, Gate::default(), "--token-file", true);
             assert_eq!(made.unwrap_err().option, option);

@@ -237,7 +237,11 @@ fn cut_columns(view: &Tensor, part: &Part) -> Result<Tensor, tch::TchError> {
 }
 
 fn open_file(path: &Path) -> Result<BTreeMap<String, Stored>, WeightError> {
-    let file = MappedFile::open(path).map_err(|error| file_error(path, error.to_string()))?;
+    let file = MappedFile::open(path).map_err(|error| match error {
+        // Its own words name the file too.
+        FfiError::Os { source, .. } => file_error(path, source.to_string()),
+        other => file_error(path, other.to_string()),
+    })?;
     let entries = header::parse(file.bytes()).map_err(|what| file_error(path, what))?;
     Ok(entries.into_iter().map(|entry| (entry.name.clone(), Stored { file, entry })).collect())
 }

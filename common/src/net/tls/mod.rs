@@ -27,17 +27,21 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Both files or neither.
+    /// Both files or neither, and each holds what it should.
     ///
     /// # Errors
-    /// The option that is missing, of the two named.
+    /// The option that is missing or names the wrong file, of the two named.
     pub fn of(
         certificate: Option<PathBuf>,
         key: Option<PathBuf>,
         options: [&'static str; 2],
     ) -> Result<Option<Self>, (&'static str, String)> {
         match (certificate, key) {
-            (Some(certificate), Some(key)) => Ok(Some(Self { certificate, key })),
+            (Some(certificate), Some(key)) => {
+                certificates(&certificate).map_err(|what| (options[0], what))?;
+                private_key(&key).map_err(|what| (options[1], what))?;
+                Ok(Some(Self { certificate, key }))
+            }
             (None, None) => Ok(None),
             (Some(_), None) => Err((options[1], format!("is missing: {} needs its key", options[0]))),
             (None, Some(_)) => Err((options[0], format!("is missing: {} needs its certificate", options[1]))),
@@ -49,9 +53,7 @@ impl Identity {
     }
 
     fn load(&self) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), String> {
-        let key = PrivateKeyDer::from_pem_file(&self.key)
-            .map_err(|error| format!("{}: no private key: {error}", self.key.display()))?;
-        Ok((certificates(&self.certificate)?, key))
+        Ok((certificates(&self.certificate)?, private_key(&self.key)?))
     }
 
     fn does_not_fit(&self, error: &rustls::Error) -> String {
@@ -63,9 +65,18 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
+fn read(file: &Path) -> Result<Vec<u8>, String> {
+    std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))
+}
+
+fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    let wrong = |error| format!("{}: no private key: {error}", file.display());
+    PrivateKeyDer::from_pem_slice(&read(file)?).map_err(wrong)
+}
+
 fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
-    let found: Result<Vec<_>, _> =
-        CertificateDer::pem_file_iter(file).and_then(|certificates| certificates.collect());
+    let pem = read(file)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
     match found {
         Ok(certificates) if certificates.is_empty() => {
             Err(format!("{} holds no certificate", file.display()))
@@ -75,7 +86,11 @@ fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     }
 }
 
-fn roots(file: &Path) -> Result<RootCertStore, String> {
+/// A CA's certificates, to be trusted.
+///
+/// # Errors
+/// One line that names the file.
+pub(super) fn roots(file: &Path) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(file)? {
         roots.add(certificate).map_err(|error| format!("{}: {error}", file.display()))?;
