@@ -1,4 +1,5 @@
-//! Servers that commands ask over HTTP, this one or others: how their addresses are written, and what a refusal says.
+//! Servers that commands ask over HTTP, this one or others: how their addresses are written, and what a refusal or a failure
+//! says.
 use http::StatusCode;
 use serde_json::Value;
 
@@ -20,6 +21,17 @@ pub fn refusal(status: StatusCode, body: &str) -> String {
     let parsed: Option<Value> = serde_json::from_str(body).ok();
     let message = parsed.as_ref().and_then(|body| body["error"]["message"].as_str());
     format!("{status}: {}", message.unwrap_or(body.trim()))
+}
+
+/// Why there is no answer, with what caused that, in one line.
+pub fn failure(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! What people read where the protocol has an enum: one spelling, that of the options.
+//! What people read where the protocol has an enum: one spelling, that of the options. And how much people read of what a
+//! caller wrote.
 use std::fmt;
 
 use crate::frame::RowType;
@@ -87,6 +88,22 @@ pub fn span(time: std::time::Duration) -> String {
     }
 }
 
+/// Most characters of a caller's text in a message.
+const MOST_SHOWN: usize = 60;
+
+/// What a caller wrote, for a message that repeats it: cut where it is long, however long it is.
+pub fn shown(text: &str) -> String {
+    cut(text, MOST_SHOWN)
+}
+
+/// The first `most` characters, and a sign where that is not all.
+pub fn cut(text: &str, most: usize) -> String {
+    match text.char_indices().nth(most) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,6 +120,13 @@ mod tests {
         );
         let said = [0, 40, 999, 1000, 2540].map(|ms| span(std::time::Duration::from_millis(ms)));
         assert_eq!(said, ["0 ms", "40 ms", "999 ms", "1.0 s", "2.5 s"]);
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        assert_eq!(shown(&"ü".repeat(60)), "ü".repeat(60));
+        assert_eq!(shown(&"ü".repeat(61)), format!("{}…", "ü".repeat(60)));
+        assert_eq!(cut("", 0), "");
     }
 
     #[test]

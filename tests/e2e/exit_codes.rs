@@ -233,6 +233,7 @@ fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
         let said = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.code() == Some(exit as i32), "{role} {args:?}: {}: {said}", output.status);
         ensure!(said.contains(word), "{role} {args:?}: `{word}` is not named: {said}");
+        ensure!(!said.contains(" { "), "{role} {args:?}: written for whoever made it: {said}");
     }
     Ok(())
 }

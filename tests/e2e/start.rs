@@ -6,7 +6,7 @@ use afd_common::weights::places;
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
 use afd_tests::oracle;
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -210,6 +210,26 @@ async fn an_ffn_address_that_is_an_attention_rank_is_told_so() -> anyhow::Result
     let ffn = deployment.attention_addresses[0].to_string();
     let (code, log) = refused(attention(&model, &ffn, &[], folder.path(), "A0")?)?;
     ensure!(code == 1 && log.contains("this is attention-svc") && log.contains("--ffn"), "{code}:\n{log}");
+    Ok(())
+}
+
+#[test]
+fn an_ffn_rank_warns_of_whom_it_cannot_serve_and_of_a_token_that_it_does_not_ask_for() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
+    let token = folder.path().join("token");
+    std::fs::write(&token, "secret")?;
+    let mut ffn = ffn(&model, &["--max-tokens-per-stage", "8"], folder.path(), "F0")?;
+    let (address, token) = (ffn.address(LIMIT)?.to_string(), token.display().to_string());
+    let guarded = ["--join-token-file", &token];
+    let (code, said) = refused(attention(&model, &address, &guarded, folder.path(), "A0")?)?;
+    ensure!(code == 1 && said.contains("--max-tokens-per-stage"), "{code}:\n{said}");
+    let log = ffn.log();
+    let warnings: Vec<_> = log.lines().filter(|line| line.contains("WARN")).collect();
+    let [warning] = warnings[..] else { bail!("{} warnings:\n{log}", warnings.len()) };
+    for part in ["asks for none", "--join-token-file", "of 8 tokens", "--max-tokens-per-stage"] {
+        ensure!(warning.contains(part), "{part} is not in: {warning}");
+    }
+    ensure!(!log.contains("secret"), "{log}");
     Ok(())
 }
 

@@ -13,16 +13,19 @@ use super::error::ApiError;
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 256 << 20;
 
-/// Reads a body of at most `limit` bytes. One that announces more is refused before anything of it is read.
+/// Reads a body of at most `limit` bytes. One that announces more, or is compressed, is refused before anything of it is read.
 ///
 /// # Errors
-/// [`ApiError::BodyTooLarge`], [`ApiError::BodyTimeout`], or [`ApiError::Malformed`] when the sender broke off.
+/// [`ApiError::Encoded`], [`ApiError::BodyTooLarge`], [`ApiError::BodyTimeout`], or [`ApiError::Malformed`] when the sender broke off.
 pub(super) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Result<Bytes, ApiError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
     let mut frames = body.into_data_stream();
     let mut read = Vec::with_capacity(announced.unwrap_or(0).min(limit));
+    let encoded = headers
+        .get(header::CONTENT_ENCODING)
+        .filter(|encoding| !encoding.is_empty() && *encoding != "identity");
     let mut too_large = announced.is_some_and(|length| length > limit);
-    while !too_large {
+    while !too_large && encoded.is_none() {
         match frames.next().await {
             None => return Ok(read.into()),
             Some(Ok(bytes)) if read.len() + bytes.len() <= limit => read.extend_from_slice(&bytes),
@@ -45,5 +48,8 @@ pub(super) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Resul
             }
         }
     })));
-    Err(ApiError::BodyTooLarge { limit })
+    Err(match encoded {
+        Some(encoding) => ApiError::Encoded(String::from_utf8_lossy(encoding.as_bytes()).into_owned()),
+        None => ApiError::BodyTooLarge { limit },
+    })
 }

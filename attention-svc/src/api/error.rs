@@ -2,6 +2,7 @@
 //! `google.rpc.BadRequest` and `RetryInfo`).
 use std::time::Duration;
 
+use afd_common::spelling::{cut, shown};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
@@ -13,6 +14,9 @@ use super::validate::FieldError;
 use crate::request::SequenceError;
 use crate::text::TextError;
 
+/// Most characters of a message.
+const MOST_SAID: usize = 2000;
+
 /// Why a request is not answered.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ApiError {
@@ -23,13 +27,16 @@ pub enum ApiError {
     #[error("{0}")]
     Malformed(String),
     /// Another model than the one served.
-    #[error("the model `{asked}` is not served here; this is `{served}`")]
+    #[error("the model `{}` is not served here; this is `{served}`", shown(.asked))]
     ModelNotFound {
         /// In the request.
         asked: String,
         /// By this process.
         served: String,
     },
+    /// The body is compressed, or encoded otherwise.
+    #[error("`content-encoding` is {}; bodies are read as they are (identity)", shown(.0))]
+    Encoded(String),
     /// The body exceeds the limit.
     #[error("the body is larger than {limit} bytes (--max-body)")]
     BodyTooLarge {
@@ -42,14 +49,14 @@ pub enum ApiError {
     /// A call that FFN ranks serve.
     #[error(
         "this is attention-svc (role ATTENTION), which serves InferenceService; {path} is a call to an ffn-svc (role \
-         FFN): does --ffn name this process?"
+         FFN): does --ffn name this process?", path = shown(.path)
     )]
     WrongRole {
         /// As asked.
         path: String,
     },
     /// No such path, or not with this method.
-    #[error("there is no {method} {path} here")]
+    #[error("there is no {} {} here", shown(.method), shown(.path))]
     UnknownRoute {
         /// As asked.
         method: String,
@@ -106,6 +113,12 @@ impl ApiError {
             Self::ModelNotFound { .. } => {
                 kind(StatusCode::NOT_FOUND, Code::NotFound, invalid, "model_not_found")
             }
+            Self::Encoded(_) => kind(
+                StatusCode::UNSUPPORTED_MEDIA_TYPE,
+                Code::InvalidArgument,
+                invalid,
+                "unsupported_content_encoding",
+            ),
             Self::BodyTooLarge { .. } => {
                 kind(StatusCode::PAYLOAD_TOO_LARGE, Code::ResourceExhausted, invalid, "body_too_large")
             }
@@ -161,6 +174,7 @@ impl ApiError {
         match self {
             Self::Field(error) => Some(&error.param),
             Self::ModelNotFound { .. } => Some("model"),
+            Self::Encoded(_) => Some("content-encoding"),
             Self::BodyTooLarge { .. } | Self::BodyTimeout(_) => Some("body"),
             Self::Duplicate(_) => Some("request_id"),
             Self::Sequence(SequenceError::TooLarge { .. }) => Some("max_tokens"),
@@ -168,10 +182,15 @@ impl ApiError {
         }
     }
 
+    /// Whatever a caller wrote, or a template of the checkpoint said, it does not come back whole.
+    fn message(&self) -> String {
+        cut(&self.to_string(), MOST_SAID)
+    }
+
     /// `{"error": {message, type, param, code}}`, as a body or as an SSE event.
     pub fn body(&self) -> Value {
         let kind = self.kind();
-        let message = self.to_string();
+        let message = self.message();
         json!({"error": {"message": message, "type": kind.family, "param": self.param(), "code": kind.code}})
     }
 
@@ -184,7 +203,7 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let kind = self.kind();
-        tracing::debug!(status = kind.http.as_u16(), error = %self, "refused");
+        tracing::debug!(status = kind.http.as_u16(), error = self.message(), "refused");
         let mut response = (kind.http, Json(self.body())).into_response();
         if let Some(after) = kind.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs().max(1)));
@@ -196,15 +215,15 @@ impl IntoResponse for ApiError {
 impl From<ApiError> for tonic::Status {
     fn from(error: ApiError) -> Self {
         let kind = error.kind();
-        tracing::debug!(status = ?kind.grpc, %error, "refused");
+        tracing::debug!(status = ?kind.grpc, error = error.message(), "refused");
         let mut details = ErrorDetails::new();
         if let (Some(param), Code::InvalidArgument) = (error.param(), kind.grpc) {
-            details.add_bad_request_violation(param, error.to_string());
+            details.add_bad_request_violation(param, error.message());
         }
         if kind.retry_after.is_some() {
             details.set_retry_info(kind.retry_after);
         }
-        Self::with_error_details(kind.grpc, error.to_string(), details)
+        Self::with_error_details(kind.grpc, error.message(), details)
     }
 }
 

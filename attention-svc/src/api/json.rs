@@ -1,5 +1,6 @@
 //! A JSON request read strictly: every field is taken once with its type, nulls count as absent, and what is left over
 //! is refused by name.
+use afd_common::spelling::shown;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
@@ -160,11 +161,7 @@ fn whole(value: &Value) -> Option<i64> {
 
 /// A value for an error message, cut short.
 pub(super) fn brief(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(60) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
-    }
+    shown(&value.to_string())
 }
 
 /// The field whose value the parser stumbled over: the error stands right after `"name":`.

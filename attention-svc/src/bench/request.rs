@@ -6,7 +6,7 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 
 use super::BenchError;
-use crate::served::refusal;
+use crate::served::{failure, refusal};
 
 /// A server and what to ask it for.
 #[derive(Clone, Debug)]
@@ -56,14 +56,14 @@ impl Target {
         if let Some(tls) = tls {
             client = client.use_preconfigured_tls((*tls.config()).clone());
         }
-        let client = client.build().map_err(|e| failed(chain(&e)))?;
+        let client = client.build().map_err(|e| failed(failure(&e)))?;
         let mut target = Self { client, model: String::new(), key, join_token, url: url.clone() };
         target.model = match model {
             Some(model) => model,
             None => {
                 let request = target.authorized(target.client.get(format!("{url}/v1/models")));
-                let answer = request.send().await.map_err(|e| failed(chain(&e)))?;
-                let (status, text) = (answer.status(), answer.text().await.map_err(|e| failed(chain(&e)))?);
+                let answer = request.send().await.map_err(|e| failed(failure(&e)))?;
+                let (status, text) = (answer.status(), answer.text().await.map_err(|e| failed(failure(&e)))?);
                 if !status.is_success() {
                     return Err(failed(refusal(status, &text)));
                 }
@@ -134,7 +134,7 @@ impl Target {
         let request = self.client.post(format!("{}/v1/completions", self.url));
         let request = request.header(reqwest::header::CONTENT_TYPE, "application/json").body(body);
         let begun = Instant::now();
-        let answer = self.authorized(request).send().await.map_err(|e| chain(&e))?;
+        let answer = self.authorized(request).send().await.map_err(|e| failure(&e))?;
         if !answer.status().is_success() {
             let (status, text) = (answer.status(), answer.text().await.unwrap_or_default());
             return Err(refusal(status, &text));
@@ -144,7 +144,7 @@ impl Target {
         let mut on_first = Some(on_first);
         while let Some(chunk) = bytes.next().await {
             let now = begun.elapsed();
-            for data in events.push(&chunk.map_err(|e| chain(&e))?) {
+            for data in events.push(&chunk.map_err(|e| failure(&e))?) {
                 timing.handle(&data, now)?;
             }
             if let Some(on_first) = on_first.take_if(|_| timing.first.is_some()) {
@@ -156,20 +156,9 @@ impl Target {
 }
 
 async fn page(request: reqwest::RequestBuilder) -> Result<String, String> {
-    let answer = request.send().await.map_err(|e| chain(&e))?;
-    let answer = answer.error_for_status().map_err(|e| chain(&e))?;
-    answer.text().await.map_err(|e| chain(&e))
-}
-
-/// An error with what caused it, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(&format!(": {cause}"));
-        source = cause.source();
-    }
-    text
+    let answer = request.send().await.map_err(|e| failure(&e))?;
+    let answer = answer.error_for_status().map_err(|e| failure(&e))?;
+    answer.text().await.map_err(|e| failure(&e))
 }
 
 /// Splits a stream of bytes into the payloads of server-sent events.

@@ -25,6 +25,9 @@ pub const PATHS: &[&str] = &[
     "/afd.v1.MembershipService/ListPeers",
 ];
 
+/// Most characters of a caller's fingerprint in a message: more than a fingerprint has.
+const MOST_SHOWN: usize = 100;
+
 /// What the service is made of.
 pub struct Membership {
     /// Where announcements go; `None` with the FFN in this process.
@@ -81,10 +84,13 @@ impl MembershipService for Membership {
         })?;
         let identity = identity.ok_or_else(|| invalid("identity", "missing"))?;
         if identity.role() != v1::Role::Ffn {
-            let caller = spelling::role(identity.role());
-            return Err(differs("identity.role", caller, "ffn for announcements", "--announce"));
+            let role = spelling::role(identity.role());
+            return Err(Status::failed_precondition(format!(
+                "`identity.role` is {role}; only ffn ranks announce themselves (--announce)"
+            )));
         }
         if !afd_common::net::is_address(&address) {
+            let address = spelling::shown(&address);
             return Err(invalid("address", &format!("{address:?} is no address; expected host:port")));
         }
         if shard.and_then(|shard| Shard::new(shard.index, shard.count)).is_none() {
@@ -93,7 +99,7 @@ impl MembershipService for Membership {
         if fingerprint != self.fingerprint {
             return Err(differs(
                 "model.fingerprint",
-                &fingerprint,
+                &spelling::cut(&fingerprint, MOST_SHOWN),
                 &self.fingerprint,
                 "--model, or --load-format and --seed",
             ));

@@ -78,7 +78,7 @@ pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
     let failed = |what: String| ProfileError::Server { url: args.url.clone(), what };
     let limit = Duration::from_secs(args.timeout) + FOR_THE_WAY;
     let client = reqwest::Client::builder().no_proxy().timeout(limit).build();
-    let client = client.map_err(|error| failed(error.to_string()))?;
+    let client = client.map_err(|error| failed(served::failure(&error)))?;
     let wanted = serde_json::json!({"steps": args.steps, "timeout_s": args.timeout});
     let mut request = client.post(format!("{}/profile", args.url.trim_end_matches('/'))).json(&wanted);
     if let Some(path) = &args.api_key_file {
@@ -86,9 +86,9 @@ pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
         let key = read.map_err(|source| file("--api-key-file", path, source))?;
         request = request.bearer_auth(key.trim());
     }
-    let answer = request.send().await.map_err(|error| failed(format!("{error:?}")))?;
+    let answer = request.send().await.map_err(|error| failed(served::failure(&error)))?;
     let status = answer.status();
-    let text = answer.text().await.map_err(|error| failed(error.to_string()))?;
+    let text = answer.text().await.map_err(|error| failed(served::failure(&error)))?;
     if !status.is_success() {
         return Err(failed(served::refusal(status, &text)));
     }

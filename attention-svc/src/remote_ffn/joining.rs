@@ -108,7 +108,7 @@ pub(super) fn agreed_shard(joined: &v1::JoinResponse, shared: &Shared) -> Result
     })?;
     match shared.shard_count.compare_exchange(0, spec.count, Ordering::AcqRel, Ordering::Acquire) {
         Err(known) if known != spec.count => Err(SessionError::Refused(format!(
-            "join: shard_count: the rank has {}, other ranks of this deployment have {known}",
+            "join: shard_count: the rank has {}, other ranks of this deployment have {known} (--shard of all FFN ranks)",
             spec.count
         ))),
         _ => Ok(shard),

@@ -230,6 +230,53 @@ async fn a_body_of_100_mb_is_refused_before_it_is_read() {
 }
 
 #[tokio::test]
+async fn a_compressed_body_is_told_from_a_broken_one() {
+    let server = Server::start("tiny-llama").await;
+    let post = |encoding: &str, body: Vec<u8>| {
+        server.http.post(server.url(COMPLETIONS)).header("content-encoding", encoding).body(body).send()
+    };
+    for encoding in ["gzip", "br, gzip"] {
+        let answer = post(encoding, b"\x1f\x8b\x08\0".to_vec()).await.unwrap();
+        let (status, answer): (u16, Value) = (answer.status().as_u16(), answer.json().await.unwrap());
+        assert_eq!((status, &answer["error"]["code"]), (415, &json!("unsupported_content_encoding")));
+        assert_eq!(answer["error"]["param"], "content-encoding");
+        assert!(answer["error"]["message"].as_str().unwrap().contains(encoding), "{answer}");
+    }
+    let plain = json!({"prompt": "alive?", "max_tokens": 1}).to_string().into_bytes();
+    assert_eq!(post("identity", plain).await.unwrap().status(), 200);
+}
+
+#[tokio::test]
+async fn what_a_caller_wrote_does_not_come_back_whole() {
+    let server = Server::start("tiny-llama").await;
+    let long = "x".repeat(1 << 20);
+    let with = |field: &str, value: Value| json!({"prompt": "a", field: value});
+    for (path, body) in [
+        (COMPLETIONS, with(&long, json!(1))),
+        (COMPLETIONS, with("model", json!(long))),
+        (COMPLETIONS, with("temperature", json!(long))),
+        (COMPLETIONS, with("logit_bias", json!({long.clone(): 1}))),
+        (COMPLETIONS, with("logit_bias", json!({"5": long}))),
+        (COMPLETIONS, with("stream_options", json!({long.clone(): 1}))),
+        (CHAT, json!({"messages": [{"role": long, "content": "a"}]})),
+        (CHAT, json!({"messages": [{"role": "user", "content": "a", long.clone(): 1}]})),
+        ("/v1/no/such/path", json!({})),
+    ] {
+        let path = if path == COMPLETIONS || path == CHAT {
+            path.into()
+        } else {
+            format!("{path}/{}", &long[..4000])
+        };
+        let (status, answer) = server.post(&path, &body).await;
+        assert!(matches!(status, 400 | 404), "{status}");
+        let said = answer.to_string();
+        assert!(said.len() < 500 && said.contains("error"), "{} bytes: {:.600}", said.len(), said);
+    }
+    let (_, answer) = server.post(COMPLETIONS, &with("max_tokens", json!(1_000_000_000_000u64))).await;
+    assert!(answer["error"]["message"].as_str().unwrap().ends_with("got 1000000000000"), "{answer}");
+}
+
+#[tokio::test]
 async fn half_a_body_is_answered_with_408_and_keeps_nobody_waiting() {
     let half = |pause: Duration| {
         let pieces = futures::stream::unfold(0, move |n| async move {

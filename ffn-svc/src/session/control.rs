@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use afd_common::proto::v1::ffn_control_service_server::FfnControlService;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
+use afd_common::spelling::count;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
@@ -27,7 +28,8 @@ const MAX_PLACE_CHARS: usize = 200;
 /// See the module's head.
 pub struct Control {
     sessions: Arc<Sessions>,
-    /// Who was refused and why, the oldest first, until somebody of that place is let in.
+    /// Who was refused and why, or let in with a remark (`Ok`), the oldest first, until somebody of that place is let in
+    /// without one.
     refused: Mutex<VecDeque<(String, Code)>>,
 }
 
@@ -50,6 +52,22 @@ impl Control {
         is_new
     }
 
+    /// What an operator should know of a caller that was let in.
+    fn remark(&self, request: &v1::JoinRequest, joined: &v1::JoinResponse) -> Option<String> {
+        let asks_for_token = self.sessions.settings().offer.join_token.is_some();
+        let unasked = (!asks_for_token && !request.join_token.is_empty()).then(|| {
+            "it shows a join token, and this FFN rank asks for none: anybody may join (--join-token-file)"
+                .into()
+        });
+        let (stages, tokens) = (joined.max_stages, joined.max_tokens_per_stage);
+        let too_few = (stages < request.max_stages || tokens < request.max_tokens_per_stage).then(|| {
+            let [wants, has] = [(request.max_stages, request.max_tokens_per_stage), (stages, tokens)]
+                .map(|(stages, tokens)| format!("{} of {}", count(stages, "stage"), count(tokens, "token")));
+            format!("it asks for {wants}, gets {has}, and may not use this rank (--max-stages, --max-tokens-per-stage)")
+        });
+        [unasked, too_few].into_iter().flatten().reduce(|all: String, one| format!("{all}; {one}"))
+    }
+
     fn lock_refused(&self) -> MutexGuard<'_, VecDeque<(String, Code)>> {
         self.refused.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -64,7 +82,17 @@ impl FfnControlService for Control {
         let place: String = place.unwrap_or_default().chars().take(MAX_PLACE_CHARS).collect();
         let joined = self.sessions.join(&request);
         match &joined {
-            Ok(_) => self.lock_refused().retain(|(who, _)| *who != place),
+            Ok(joined) => {
+                let remark = self.remark(&request, joined);
+                // One that was remarked on already stays so.
+                let stays = |why: Code| why == Code::Ok && remark.is_some();
+                self.lock_refused().retain(|(who, why)| *who != place || stays(*why));
+                if let Some(remark) = remark
+                    && self.note_refused(&place, Code::Ok)
+                {
+                    tracing::warn!(from = peer.map(|peer| peer.to_string()), peer = place, "{remark}");
+                }
+            }
             Err(status) => {
                 let (from, why) = (peer.map(|peer| peer.to_string()), status.message());
                 if self.note_refused(&place, status.code()) {

@@ -12,6 +12,9 @@ use tonic::metadata::{Ascii, MetadataValue};
 /// Most characters of a deployment's name.
 const MAX_DEPLOYMENT_CHARS: usize = 128;
 
+/// Most characters of a caller's value in a refusal: an architecture and a fingerprint.
+const MOST_SHOWN: usize = 200;
+
 /// What this rank serves and offers.
 #[derive(Clone, Debug)]
 pub struct Offer {
@@ -122,6 +125,12 @@ pub enum Refusal {
         /// What would be accepted.
         expected: &'static str,
     },
+    /// The caller is none of those who join.
+    #[error("`identity.role` is {found}; only attention ranks join an FFN rank (--ffn)")]
+    Role {
+        /// What it is.
+        found: &'static str,
+    },
     /// The secret is absent or wrong.
     #[error("`join_token` is {found}; this FFN rank asks for one (--join-token-file)")]
     Token {
@@ -191,12 +200,7 @@ fn check_identity(identity: Option<&v1::Identity>) -> Result<(), Refusal> {
         });
     }
     if identity.role() != v1::Role::Attention {
-        return Err(Refusal::Differs {
-            field: "identity.role",
-            caller: spelling::role(identity.role()).into(),
-            own: "ffn, which only attention ranks may join".into(),
-            options: "--ffn",
-        });
+        return Err(Refusal::Role { found: spelling::role(identity.role()) });
     }
     Ok(())
 }
@@ -212,7 +216,8 @@ fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> R
         _ => compared.value,
     };
     let (field, options) = (theirs.field, theirs.options);
-    Err(Refusal::Differs { field, caller: with_hash(theirs, caller), own: with_hash(ours, own), options })
+    let theirs = spelling::cut(&with_hash(theirs, caller), MOST_SHOWN);
+    Err(Refusal::Differs { field, caller: theirs, own: with_hash(ours, own), options })
 }
 
 fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::LinkKind>, Refusal> {

@@ -25,6 +25,10 @@ impl From<Refusal> for Status {
                 let values = vec![("field", field.to_owned()), ("caller", caller), ("own", own)];
                 (Code::FailedPrecondition, "JOIN_NOTHING_IN_COMMON", values)
             }
+            Refusal::Role { found } => {
+                let values = vec![("field", "identity.role".to_owned()), ("caller", found.to_owned())];
+                (Code::FailedPrecondition, "JOIN_ROLE", values)
+            }
             Refusal::Invalid { field, .. } => {
                 (Code::InvalidArgument, "JOIN_INVALID", vec![("field", field.to_owned())])
             }

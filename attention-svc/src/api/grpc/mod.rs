@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use afd_common::net::{add_reflection, health};
 use afd_common::proto::v1::inference_service_server::{InferenceService, InferenceServiceServer};
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR, v1};
+use afd_common::spelling::shown;
 use afd_common::telemetry::RequestId;
 use futures::{Stream, stream};
 use serde_json::Map;
@@ -306,7 +307,10 @@ fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, FieldError> {
     // More than a day is as good as none, and an instant so far away may not exist.
     match parse() {
         Some(timeout) => Ok(Some(timeout).filter(|t| *t <= Duration::from_secs(24 * 3600))),
-        None => Err(FieldError::new("grpc-timeout", format!("is not a timeout: {value:?}"))),
+        None => Err(FieldError::new(
+            "grpc-timeout",
+            format!("is not a timeout: {}", shown(&format!("{value:?}"))),
+        )),
     }
 }
 

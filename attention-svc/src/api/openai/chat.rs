@@ -1,6 +1,7 @@
 //! `POST /v1/chat/completions`: a conversation is continued.
 use std::sync::Arc;
 
+use afd_common::spelling::shown;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
@@ -146,9 +147,10 @@ pub(crate) fn check_role(role: String, param: &str) -> Result<String, FieldError
         "system" | "user" | "assistant" => Ok(role),
         "developer" => Ok("system".into()),
         "tool" | "function" => Err(FieldError::new(param, format!("`{role}` is not supported here"))),
-        _ => {
-            Err(FieldError::new(param, format!("must be system, developer, user or assistant, got {role:?}")))
-        }
+        other => Err(FieldError::new(
+            param,
+            format!("must be system, developer, user or assistant, got {:?}", shown(other)),
+        )),
     }
 }
 

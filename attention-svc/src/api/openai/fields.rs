@@ -1,7 +1,8 @@
 //! Fields that both completion endpoints share.
+use afd_common::spelling::shown;
 use serde_json::Value;
 
-use super::super::json::Fields;
+use super::super::json::{Fields, brief};
 use super::super::validate::{FieldError, GenerationSpec, SamplingSpec, StopSpec};
 
 /// How the answer is to be delivered.
@@ -101,14 +102,13 @@ fn logit_bias(fields: &mut Fields) -> Result<Vec<(u64, f64)>, FieldError> {
         Some(Value::Object(map)) => map
             .iter()
             .map(|(id, bias)| {
-                let id =
-                    id.parse().map_err(|_| refuse(format!("must have token ids as keys, got {id:?}")))?;
-                let bias = bias
-                    .as_f64()
-                    .ok_or_else(|| refuse(format!("must have numbers as values, got {bias}")))?;
+                let not_an_id = || refuse(format!("must have token ids as keys, got {:?}", shown(id)));
+                let not_a_number = || refuse(format!("must have numbers as values, got {}", brief(bias)));
+                let id = id.parse().map_err(|_| not_an_id())?;
+                let bias = bias.as_f64().ok_or_else(not_a_number)?;
                 Ok((id, bias))
             })
             .collect(),
-        Some(other) => Err(refuse(format!("must be an object, got {}", super::super::json::brief(&other)))),
+        Some(other) => Err(refuse(format!("must be an object, got {}", brief(&other)))),
     }
 }

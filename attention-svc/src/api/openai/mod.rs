@@ -1,6 +1,7 @@
 //! OpenAI's HTTP API. Each endpoint: read the fields, check them, run, write; streaming and not.
 use std::time::{Duration, Instant};
 
+use afd_common::spelling::shown;
 use axum::body::Body;
 use axum::extract::Request;
 use http::HeaderMap;
@@ -51,7 +52,7 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, FieldError> {
         Some(milliseconds) => Ok(Some(Duration::from_millis(milliseconds))),
         None => Err(FieldError::new(
             TIMEOUT_HEADER,
-            format!("must be milliseconds from 1 to {day}, got {value:?}"),
+            format!("must be milliseconds from 1 to {day}, got {}", shown(&format!("{value:?}"))),
         )),
     }
 }

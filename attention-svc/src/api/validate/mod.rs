@@ -10,6 +10,8 @@ pub use prompt::{MAX_PROMPTS, check_least, check_prompt};
 pub use sampling::SamplingSpec;
 pub use stop::StopSpec;
 
+use afd_common::spelling::shown;
+
 use crate::request::{SamplingParams, StopRules};
 use crate::text::OutputRules;
 
@@ -22,7 +24,7 @@ pub const MAX_LOGPROBS: u64 = 20;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{param}` {what}")]
 pub struct FieldError {
-    /// Name of the field, as the caller wrote it.
+    /// Name of the field, as the caller wrote it, cut where that is long.
     pub param: String,
     /// What is wrong and what would be right; reads on from the name.
     pub what: String,
@@ -31,7 +33,7 @@ pub struct FieldError {
 impl FieldError {
     /// A field and what is wrong with it.
     pub fn new(param: impl Into<String>, what: impl Into<String>) -> Self {
-        Self { param: param.into(), what: what.into() }
+        Self { param: shown(&param.into()), what: what.into() }
     }
 }
 

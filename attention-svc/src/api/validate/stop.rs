@@ -43,8 +43,13 @@ impl StopSpec {
         let name = |field: &str| format!("{}{field}", names.stop);
         let tokens = |field: &str, value: i64, min: u64| {
             let value = whole(&name(field), value, min, u64::MAX)?;
-            // What exceeds u32 exceeds every model's length, and is refused as that.
-            Ok::<u32, FieldError>(u32::try_from(value).unwrap_or(u32::MAX))
+            u32::try_from(value).map_err(|_| {
+                let length = limits.max_model_len;
+                FieldError::new(
+                    name(field),
+                    format!("is too large: the model's length is {length}, got {value}"),
+                )
+            })
         };
         let max_tokens = self.max_tokens.map(|v| tokens(names.max_tokens, v, 1)).transpose()?;
         let min_tokens = tokens("min_tokens", self.min_tokens.unwrap_or(0), 0)?;

@@ -114,7 +114,7 @@ fn what_must_be_equal_is_refused_by_name_with_both_values() {
         (|r| r.shard_count = 3, ["shard_count", "3", "2", "--shard"]),
         (
             |r| r.identity.as_mut().unwrap().role = v1::Role::Ffn.into(),
-            ["identity.role", "has ffn", "only attention ranks", "--ffn"],
+            ["identity.role", "is ffn", "only attention ranks", "--ffn"],
         ),
     ];
     for (change, parts) in cases {
