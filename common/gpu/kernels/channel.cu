@@ -17,14 +17,13 @@
 #define DATA_AT 512
 
 struct Status {
-    u32 code; // 0 well, 1 timed out, 2 foreign identity, 3 sequence ahead, 4 given up by the host
+    u32 code; // 0 well, 1 timed out, 2 foreign identity, 3 sequence ahead, 4 given up by the host, which writes this itself
     u32 slot;
     u64 seen, expected;
 };
 #define TIMED_OUT 1
 #define FOREIGN 2
 #define TOO_FAR 3
-#define ABORTED 4
 
 DEVICE void fail(Status* status, Status* host, u32 code, u32 slot, u64 seen, u64 expected) {
     if (atomicCAS(&status->code, 0u, code)) return;
@@ -38,9 +37,6 @@ DEVICE void fail(Status* status, Status* host, u32 code, u32 slot, u64 seen, u64
     *(volatile u32*)&host->code = code;
 }
 DEVICE bool failed(const Status* status) { return *(const volatile u32*)&status->code; }
-
-// The host gives the channel up: on a stream beside, while others wait. One thread.
-KERNEL void channel_abort(Status* status, Status* host) { fail(status, host, ABORTED, 0, 0, 0); }
 
 // ---- flags --------------------------------------------------------------------------------------------------------
 

@@ -285,7 +285,7 @@ pub struct HostWords {
     len: usize,
 }
 
-// SAFETY: the memory is only read, through atomics, and freed by the one owner.
+// SAFETY: the memory is only accessed through atomics, and freed by the one owner.
 unsafe impl Send for HostWords {}
 // SAFETY: as above.
 unsafe impl Sync for HostWords {}
@@ -314,6 +314,15 @@ impl HostWords {
         // SAFETY: inside the allocation, aligned, and only ever accessed through atomics on this side.
         (index < self.len)
             .then(|| unsafe { AtomicU32::from_ptr(self.words.add(index)) }.load(Ordering::Acquire))
+    }
+
+    /// Writes the word at `index` from here, if it is still 0.
+    pub(crate) fn set_first(&self, index: usize, value: u32) {
+        if index < self.len {
+            // SAFETY: as for `get`.
+            let word = unsafe { AtomicU32::from_ptr(self.words.add(index)) };
+            let _ = word.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
+        }
     }
 
     pub(crate) fn address(&self) -> u64 {

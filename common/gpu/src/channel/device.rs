@@ -4,11 +4,15 @@
 //! What `kill -9` of one end does to the other is written in `deploy/bench/results/`.
 use std::sync::Arc;
 
+use cudarc::driver::sys;
+
 use crate::channel::state::{BLOCKS, State};
 use crate::channel::{Form, Frame, GiveUp, Landed, MAX_PACKETS_BYTES, StepChannel, StepError, StepLimits};
 use crate::ops::Ahead;
 use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
 
+/// As in the kernels: the host has given the channel up.
+const GIVEN_UP: u32 = 4;
 const ROWS_AT: usize = 256;
 /// In the first slot: what proves that a mapping is of the right memory.
 const NONCE_AT: usize = 384;
@@ -84,9 +88,9 @@ struct Kernels {
     wait_packets: Kernel,
 }
 
-/// Gives the channel up, on a stream of its own: the compute stream may be waiting.
+/// Gives the channel up, on a stream of its own: the compute stream may be waiting. By a write and not by a kernel, whose block
+/// would have to wait for those of the kernels that stand ready behind the wait, until the wait itself gives up.
 struct Breaker {
-    kernel: Kernel,
     status: Region,
     words: Arc<HostWords>,
     aside: Stream,
@@ -94,10 +98,14 @@ struct Breaker {
 
 impl Breaker {
     fn run(&self) {
-        let launch = Launch::new(&self.kernel, (1, 1), 1).region(&self.status).u64(self.words.address());
-        // SAFETY: channel_abort's arguments, which live as long as this, and the driver lets any thread launch.
-        // A device that refuses this has no wait left that could be ended.
-        let _ = unsafe { launch.enqueue(&self.aside) };
+        // What went wrong first stays, here; kernels only ask whether anything did.
+        self.words.set_first(0, GIVEN_UP);
+        let bind = self.aside.device().context().bind_to_thread();
+        // SAFETY: the status begins with a word that kernels read as volatile, aligned, and lives as long as this; the driver lets
+        // any thread enqueue. A device that refuses this has no wait left that could be ended.
+        let _ = bind.map(|()| unsafe {
+            sys::cuStreamWriteValue32_v2(self.aside.inner().cu_stream(), self.status.address(), GIVEN_UP, 0)
+        });
     }
 }
 
@@ -158,8 +166,7 @@ impl DeviceChannel {
         };
         let state = State::new(&device, limits)?;
         let (status, words) = state.reported();
-        let kernel = split_alike("channel_abort")?;
-        let breaker = Arc::new(Breaker { kernel, status, words, aside: device.stream()? });
+        let breaker = Arc::new(Breaker { status, words, aside: device.stream()? });
         Ok(Self { state, kernels, landing: memory, peer, breaker, open_early: false })
     }
 
