@@ -1,5 +1,6 @@
 //! The stacked layers through compiled kernels, for the few rows of a decode step.
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use afd_common::ids::{LayerIdx, Shard};
@@ -16,6 +17,9 @@ const CLASSES: [usize; 3] = [8, 16, DeviceFfn::MAX_ROWS];
 
 /// What is fetched of a layer while its rows are awaited: more of it would push itself out of the second-level cache.
 const FETCHED_BYTES: usize = 24 << 20;
+
+/// Of a count: u64.
+const COUNT_BYTES: usize = 8;
 
 /// Enqueues layers; see the module's head.
 ///
@@ -46,9 +50,16 @@ impl DeviceFfn {
 
     pub(super) fn new(device: &Device, stacks: &[Stack], shard: Shard) -> Result<Self, FfnModelError> {
         let region = |tensor: &Tensor| cuda::region(device, tensor);
+        let most = stacks.iter().map(|stack| stack.shape.num_experts).max().unwrap_or(0);
+        let counts = Region::zeroed(device, (stacks.len() * most * COUNT_BYTES).max(COUNT_BYTES))?;
+        let counts_of = |layer: usize, stack: &Stack| {
+            let (first, experts) = (layer * most * COUNT_BYTES, stack.shape.num_experts);
+            counts.part(first..first + experts * COUNT_BYTES)
+        };
         let layers = stacks
             .iter()
-            .map(|stack| {
+            .enumerate()
+            .map(|(layer, stack)| {
                 let routed = stack.routed.as_ref();
                 let weights = MoeWeights {
                     router: routed.map(|routed| region(&routed.weight)).transpose()?,
@@ -58,7 +69,7 @@ impl DeviceFfn {
                     first_expert: routed.map_or(0, |routed| routed.local.start),
                     num_here: stack.num_here(),
                     scale: routed.map_or(1.0, |routed| routed.scale),
-                    counts: None,
+                    counts: routed.map(|_| counts_of(layer, stack)).transpose()?,
                     ahead: Vec::new(),
                 };
                 Ok((stack.shape, weights))
@@ -86,6 +97,22 @@ impl DeviceFfn {
             meanwhile,
             compiled: HashMap::new(),
             prepared: [false; CLASSES.len()],
+        })
+    }
+
+    /// What the kernels count: rows by expert of a layer, for any thread.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub(super) fn counts(&self) -> Result<impl Fn(LayerIdx) -> Vec<u64> + Send + Sync + 'static, GpuError> {
+        // A stream of its own: the engine's may be waiting.
+        let aside = Mutex::new(self.device.stream()?);
+        let of_layer = |(_, weights): &(MoeShape, MoeWeights)| weights.counts.clone();
+        let layers: Vec<_> = self.layers.iter().map(of_layer).collect();
+        Ok(move |layer: LayerIdx| {
+            let Some(Some(counts)) = layers.get(usize::from(layer.0)) else { return Vec::new() };
+            let aside = aside.lock().unwrap_or_else(PoisonError::into_inner);
+            counts.read_on(&aside).unwrap_or_default()
         })
     }
 

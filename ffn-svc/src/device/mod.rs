@@ -109,6 +109,9 @@ impl DeviceModel {
                     None => Err(Unsupported("the weights are not on a GPU".into())),
                 };
                 let about = AboutShard::new(specs, config.hidden_size, kind, shard);
+                if let Ok(kernels) = &kernels {
+                    about.expert_counts().count_elsewhere(kernels.counts()?);
+                }
                 (Body::Stacked { layers, kernels, prompts: None }, about)
             }
         };

@@ -30,6 +30,8 @@ pub(super) struct Prompts {
     kernels: HashMap<Cut, Kernels>,
     /// By layer, where our products are for it.
     weights: Vec<Option<ProductWeights>>,
+    /// By layer: where rows are counted by expert.
+    counts: Vec<Option<Region>>,
 }
 
 /// A shape, and how many of its routed experts are here.
@@ -96,8 +98,9 @@ impl Prompts {
             let products = kernels.get(&cut_of(stack)).and_then(|kernels| kernels.products.as_ref());
             products.map(|products| products.weights(device, weights)).transpose()
         };
+        let counts = weights.iter().map(|(_, weights)| weights.counts.clone()).collect();
         let weights = stacks.iter().zip(weights).map(of_layer).collect::<Result<_, GpuError>>()?;
-        Ok(Self { device: device.clone(), stream: Arc::clone(stream), kernels, weights })
+        Ok(Self { device: device.clone(), stream: Arc::clone(stream), kernels, weights, counts })
     }
 
     /// Whether this is something for the kernels: rows without side tensors, and experts of this shard, if there are any at
@@ -196,7 +199,7 @@ impl Pass<'_> {
             weights: self.room(&choices, Kind::Float)?.1,
             positions: self.room(&choices, Kind::Int)?.1,
             ends: to,
-            counts: None,
+            counts: self.prompts.counts.get(usize::from(layer.0)).cloned().flatten(),
         };
         let local = (routed.local.clone(), routed.scale);
         self.around.place(&self.prompts.stream, &logits, bias.as_ref(), rows, local, &places)?;

@@ -130,6 +130,12 @@ fn what_the_kernels_cannot_do_is_computed_without_them() {
     assert!(model.kernels().unwrap_err().to_string().contains("bf16"));
 }
 
+/// Rows of all experts of either layer: every row has three choices in the second.
+fn counted(model: &DeviceModel) -> [u64; 2] {
+    let counts = model.about().expert_counts();
+    [LayerIdx(0), LayerIdx(1)].map(|layer| counts.of_layer(layer).into_iter().map(|(_, rows)| rows).sum())
+}
+
 #[test]
 fn kernels_and_libtorch_agree_on_a_gpu() {
     if let Some(why) = Device::missing(1) {
@@ -156,6 +162,9 @@ fn kernels_and_libtorch_agree_on_a_gpu() {
                 let found = afd_ffi::cuda::view(&device, &output, &size, wanted.kind()).unwrap();
                 close(&found, &wanted, &format!("shard {shard}, {layer}, {num_rows} rows"));
             }
+        }
+        if shard == Shard::WHOLE {
+            assert_eq!(counted(&model), [0, 3 * (1 + 8 + 9 + 40 + Moe::MAX_ROWS as u64)]);
         }
     }
 }
@@ -190,6 +199,9 @@ fn prompts_are_computed_as_libtorch_alone_does_on_a_gpu() {
             model.run_on(&stream).unwrap();
             for (found, wanted) in run(&model).iter().zip(&wanted) {
                 close(found, wanted, &format!("shard {shard}"));
+            }
+            if shard == Shard::WHOLE {
+                assert_eq!(counted(&model), [0, 3 * (1 + 7 + 40 + 1000)]);
             }
         }
     }

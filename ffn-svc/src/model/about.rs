@@ -49,8 +49,8 @@ impl AboutShard {
         self.shard
     }
 
-    /// How many rows each expert of this shard was given so far. Shared: metrics read it while the engine computes. Experts
-    /// whose rows never meet the host (stacked ones on a GPU) are not counted.
+    /// How many rows each expert of this shard was given so far. Shared: metrics read it while the engine computes; of
+    /// experts on a GPU its kernels count.
     pub fn expert_counts(&self) -> &Arc<ExpertCounts> {
         &self.counts
     }
