@@ -123,14 +123,16 @@ def drain(args, lines):
         process.process.wait(30)
         return f"exit code {process.process.returncode} after {time.time() - since:.2f} s"
 
-    def decoding(running, steps=100):
+    def decoding(running):
+        # Beside attention every hop waits for the device's turns.
+        steps = 10 if args.ffn_gpu == "0" else 100
         until = float(metrics(running.address)["afd_steps_total"]) + steps
         while float(metrics(running.address)["afd_steps_total"]) < until:
             time.sleep(0.01)
 
     for label, is_stopped in (("attention told to end", False), ("attention told to end in 2 s, its FFN stopped", True)):
         more = ["--stages", "1", *(["--drain-timeout", "2s"] if is_stopped else [])]
-        running = Pair(args, f"drain {is_stopped}", [(full_size_ffn(args), "1")], full_size(args, MODEL, *more), "cuda-ipc")
+        running = Pair(args, f"drain {is_stopped}", [(full_size_ffn(args), args.ffn_gpu)], full_size(args, MODEL, *more), "cuda-ipc")
         try:
 
             def tell():
@@ -149,7 +151,7 @@ def drain(args, lines):
             running.ffns[0].process.send_signal(signal.SIGCONT)
             running.stop()
     listen = free_address()
-    running = Pair(args, "drain ffn", [(full_size_ffn(args), "1")], full_size(args, MODEL, "--stages", "1"), "cuda-ipc", listen)
+    running = Pair(args, "drain ffn", [(full_size_ffn(args), args.ffn_gpu)], full_size(args, MODEL, "--stages", "1"), "cuda-ipc", listen)
     try:
 
         def tell():
@@ -157,7 +159,7 @@ def drain(args, lines):
             since = time.time()
             running.ffns[0].process.send_signal(signal.SIGTERM)
             told = ended(running.ffns[0], since)
-            running.ffns.append(Process("drain-ffn-again", full_size_ffn(args), args.out, gpus="1", listen=listen))
+            running.ffns.append(Process("drain-ffn-again", full_size_ffn(args), args.out, gpus=args.ffn_gpu, listen=listen))
             return told
 
         told, *found = together([tell, *(lambda p=p: complete(running.address, MODEL, p, 600) for p in prompts)])

@@ -33,6 +33,8 @@ LAYOUTS = {
     "ipc2": ("1A1F ipc, 2 stages", "cuda-ipc", ["--stages", "2"]),
     "eager": ("1A1F ipc, eager", "cuda-ipc", ["--stages", "1", "--graph-mode", "none"]),
     "nccl": ("1A1F nccl", "nccl", []),
+    # Rows by way of the hosts: without graphs.
+    "shm": ("1A1F shm", "shm", []),
     # With NCCL's guard for graphs beside other work, which the services do not need.
     "nccl1": ("1A1F nccl, guarded", "nccl", ["--stages", "1"]),
 }
@@ -99,7 +101,7 @@ def pair(args, lines):
         running = None
         try:
             ffn = full_size_ffn(args)
-            running = Pair(args, label, [(ffn, "1")], full_size(args, MODEL, *more), link)
+            running = Pair(args, label, [(ffn, args.ffn_gpu)], full_size(args, MODEL, *more), link)
             lines.append(f"  ready after {running.started_s:.1f} s")
             judge(running.address, MODEL, lines, f"  {label} (random weights are chaotic over 27 layers; not counted)")
             measure(args, running.address, MODEL, lines, label, 1, gpus=2)
@@ -278,7 +280,7 @@ def main():
     parser.add_argument("--bin", type=lambda text: pathlib.Path(text).resolve(), default=pathlib.Path("target/debug").resolve())
     parser.add_argument("--fixtures", type=pathlib.Path, default=pathlib.Path("tests/fixtures"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--layouts", type=lambda text: [LAYOUTS[n] for n in text.split(",")], default=list(LAYOUTS.values()))
+    parser.add_argument("--layouts", type=lambda text: [LAYOUTS[n] for n in text.split(",")], default=[LAYOUTS[n] for n in LAYOUTS if n != "shm"])
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 128])
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=128)
@@ -286,7 +288,7 @@ def main():
     parser.add_argument("--batched-tokens", type=int, default=2 * 8192 + 128, help="most tokens of a step")
     parser.add_argument("--families", type=lambda text: text.split(","), default=FAMILIES, help="of the section fixtures")
     parser.add_argument("--attention", type=shlex.split, default=[], help="more options of the attention rank")
-    parser.add_argument("--ffn-gpu", default="1", help="where the FFN of sampled and profile is; beside attention it is slow")
+    parser.add_argument("--ffn-gpu", default="1", help="where the FFN of pair, sampled, profile and drain is; beside attention it is slow")
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     args = parser.parse_args()
     told, good = [], True
