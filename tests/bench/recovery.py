@@ -82,10 +82,14 @@ class Replicas:
 
     def wait_both(self):
         deadline = time.monotonic() + LIMIT_S
-        while gauge(self.attention.counters(), "afd_ffn_peer") != 2:
+        while not self.are_both_warm():
             if time.monotonic() > deadline:
                 sys.exit("a rank that was lost is not in use again")
             time.sleep(0.01)
+
+    def are_both_warm(self):
+        counters = self.attention.counters()
+        return gauge(counters, "afd_ffn_peer") == 2 and gauge(counters, "afd_ffn_cold") == 0
 
     def active(self):
         """The rank that rows go to."""

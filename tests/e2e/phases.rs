@@ -1,5 +1,5 @@
 //! From the first connection to ready: a rank that falls silent on the way is named with the phase, the time and the
-//! option, and those that answer are warm before anybody is served.
+//! option, and those that answer are warm before anybody is served, or, when they come later, before they serve anybody.
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -113,7 +113,7 @@ async fn a_rank_that_falls_silent_while_it_is_joined_is_named_with_phase_time_an
 }
 
 /// A number that a process shows.
-async fn metric(address: SocketAddr, name: &str) -> anyhow::Result<f64> {
+pub(crate) async fn metric(address: SocketAddr, name: &str) -> anyhow::Result<f64> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     harness::metric(&client, &format!("http://{address}/metrics"), name).await
 }
@@ -139,7 +139,7 @@ async fn serves(address: SocketAddr) -> anyhow::Result<()> {
     oracle::same(&expected.generated_ids, &emitted)
 }
 
-async fn until(
+pub(crate) async fn until(
     process: &Process,
     what: &str,
     is_so: impl AsyncFn() -> anyhow::Result<bool>,
@@ -152,7 +152,7 @@ async fn until(
     Ok(())
 }
 
-async fn until_ready(process: &Process, address: SocketAddr) -> anyhow::Result<()> {
+pub(crate) async fn until_ready(process: &Process, address: SocketAddr) -> anyhow::Result<()> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     let url = format!("http://{address}/ready");
     until(process, "ready", async || Ok(client.get(&url).send().await?.status() == 200)).await
@@ -195,6 +195,91 @@ async fn every_replica_is_warm_before_attention_is_ready_and_one_that_does_not_a
         ensure!(lost.contains(part), "`{part}` is not said:\n{log}\n{}", other.log());
     }
     serves(address).await
+}
+
+/// An FFN rank that serves, and attention rank 1, which takes the second of two replicas; where that will be.
+struct Late {
+    folder: tempfile::TempDir,
+    _first: Process,
+    attention: Process,
+    address: SocketAddr,
+    late: SocketAddr,
+}
+
+impl Late {
+    async fn start() -> anyhow::Result<Self> {
+        let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint(MODEL));
+        let mut first = start::ffn(&model, &["--rank", "0"], folder.path(), "F0")?;
+        let late = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let names = format!("{},{late}", first.address(LIMIT)?);
+        let more = ["--rank", "1", "--stages", "2", "--warmup-timeout", "2s"];
+        let mut attention = start::attention(&model, &names, &more, folder.path(), "A1")?;
+        let address = attention.address(LIMIT)?;
+        until_ready(&attention, address).await?;
+        Ok(Self { folder, _first: first, attention, address, late })
+    }
+
+    /// The second replica: every batch of it takes so much longer.
+    fn join(&self, delay: &str) -> anyhow::Result<Process> {
+        let listen = self.late.to_string();
+        let more = ["--listen", &listen, "--rank", "1", "--inject-delay", delay];
+        start::ffn(&fixtures::checkpoint(MODEL), &more, self.folder.path(), "F1")
+    }
+
+    async fn until_said(&self, what: &str) -> anyhow::Result<()> {
+        until(&self.attention, what, async || Ok(self.attention.log().contains(what))).await
+    }
+
+    /// The late rank has had some of its warm-up.
+    async fn until_begun(&self) -> anyhow::Result<()> {
+        let begun = async || Ok(metric(self.late, "afd_ffn_hops_total").await.is_ok_and(|hops| hops > 0.0));
+        until(&self.attention, "the warm-up has begun", begun).await
+    }
+}
+
+#[tokio::test]
+async fn a_rank_that_joins_late_is_warmed_up_beside_the_requests_and_serves_nobody_before()
+-> anyhow::Result<()> {
+    let pair = Late::start().await?;
+    let _late = pair.join("100ms")?;
+    pair.until_begun().await?;
+    let mut served = 0;
+    loop {
+        serves(pair.address).await?;
+        let hops = metric(pair.late, "afd_ffn_hops_total").await?;
+        // Looked at after the count: what is more than the warm-up came after it.
+        if pair.attention.log().contains("FFN rank is warm") {
+            break;
+        }
+        ensure!(hops <= WARM_UP_HOPS, "cold, and it has had {hops} hops:\n{}", pair.attention.log());
+        served += 1;
+    }
+    ensure!(served > 0, "no request ended during the warm-up:\n{}", pair.attention.log());
+    serves(pair.address).await?;
+    let hops = metric(pair.late, "afd_ffn_hops_total").await?;
+    ensure!(hops > WARM_UP_HOPS, "warm, and of no use: {hops} hops\n{}", pair.attention.log());
+    ensure!(metric(pair.address, "afd_ffn_losses_total").await? == 0.0, "{}", pair.attention.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_late_rank_that_falls_silent_in_its_warm_up_costs_no_request_anything() -> anyhow::Result<()> {
+    let pair = Late::start().await?;
+    let late = pair.join("100ms")?;
+    pair.until_begun().await?;
+    late.signal("STOP")?;
+    serves(pair.address).await?;
+    pair.until_said("FFN rank lost").await?;
+    let log = pair.attention.log();
+    let lost = log.lines().find(|line| line.contains("FFN rank lost")).unwrap_or_default();
+    for part in [&format!("F1 at {}", pair.late), "within 2.0 s while it was warmed up", "(--warmup-timeout)"]
+    {
+        ensure!(lost.contains(part), "`{part}` is not said:\n{log}");
+    }
+    ensure!(metric(pair.address, "afd_hop_replays_total").await? == 0.0, "{log}");
+    late.signal("CONT")?;
+    pair.until_said("FFN rank is warm").await?;
+    serves(pair.address).await
 }
 
 #[tokio::test]

@@ -28,6 +28,8 @@ const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_STEP_REPEATS: u32 = 3;
 /// No step may take longer, whatever happens: every wait in it is bounded.
 const STEP_BOUND: Duration = Duration::from_secs(20);
+/// Of so many seeds one begins with a warm-up.
+const WARM_UP_EVERY: u64 = 4;
 /// Times that the clock may be read without any time passing.
 const PATIENCE: u64 = 200_000;
 
@@ -138,7 +140,9 @@ impl Straw {
             // Gaps are legal.
             self.step += self.dice.between(1, 3);
             let begun = self.clock.now();
-            let outcome = self.try_step();
+            let stages = self.dice.between(1, self.shape.num_stages.into()) as u8;
+            let rows: Vec<u32> = (0..stages).map(|_| self.dice.between(1, 3) as u32).collect();
+            let outcome = self.try_step(&rows, false);
             self.port.end_step(StepId(self.step));
             let (took, left) = (self.clock.now() - begun, self.port.num_outstanding());
             if left != 0 {
@@ -160,15 +164,38 @@ impl Straw {
         Ok(false)
     }
 
-    fn try_step(&mut self) -> Result<(), Failure> {
-        let stages = self.dice.between(1, self.shape.num_stages.into()) as u8;
-        let rows: Vec<u32> = (0..stages).map(|_| self.dice.between(1, 3) as u32).collect();
+    /// Warms the ranks up that are there, as far as they let it; those that come later go through the same beside the steps.
+    fn warm_up(&mut self) -> Result<(), String> {
+        if !self.become_ready(LOSS_TIMEOUT) || !self.port.begin_warm_up() {
+            return Ok(());
+        }
+        let num_stages = usize::from(self.shape.num_stages);
+        loop {
+            for rows in [1, 3] {
+                self.step += 1;
+                let outcome = self.try_step(&vec![rows; num_stages], true);
+                self.port.end_step(StepId(self.step));
+                match outcome {
+                    Ok(()) => {}
+                    Err(Failure::Loss(FfnLoss::Unavailable { .. } | FfnLoss::Bereft { .. })) => return Ok(()),
+                    Err(Failure::Loss(loss)) => return Err(format!("in the warm-up: {loss}")),
+                    Err(Failure::Wrong(what)) => return Err(what),
+                }
+            }
+            if !self.port.handle_warm() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn try_step(&mut self, rows: &[u32], warmup: bool) -> Result<(), Failure> {
+        let stages = rows.len() as u8;
         let outline = StepOutline {
             step: StepId(self.step),
             phase: Phase::Decode,
             stage_rows: rows.iter().map(|rows| *rows as usize).collect(),
             profile: false,
-            warmup: false,
+            warmup,
             trace: None,
         };
         self.port.begin_step(&outline)?;
@@ -294,6 +321,9 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
     let mut straw =
         Straw { world: Arc::clone(&world), clock: clock(), port, bell, shape, dice, step: 0, summary };
 
+    if seed % WARM_UP_EVERY == WARM_UP_EVERY - 1 {
+        straw.warm_up()?;
+    }
     for _ in 0..num_steps {
         if !straw.step()? {
             straw.summary.failed += 1;

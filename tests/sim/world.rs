@@ -518,6 +518,7 @@ impl World {
             link: Box::new(near),
             control: Some(EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) }),
             hop_seconds: None,
+            warm_up: None,
             draining: false,
         };
         at.control = Some(Control {

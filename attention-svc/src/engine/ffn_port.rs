@@ -1,15 +1,16 @@
 //! The seam between attention and the FFN role: what the engine asks of whatever stands behind it (remote shards over
 //! links, or the FFN model in the same process). Rows go out in [`FfnPort::dispatch`] and come back, through the
 //! layer's FFN, in [`FfnPort::combine`]. Nothing here schedules, samples or knows a request.
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
 use afd_common::ids::{Epoch, HopKey, StepId};
 use afd_common::link::LinkKind;
 use afd_common::telemetry::TraceContext;
 use tch::Tensor;
-use tokio::sync::watch;
 
-use super::EngineState;
 use super::trace::AttendRecord;
 use crate::device::StreamFfn;
 use crate::scheduler::Phase;
@@ -100,7 +101,8 @@ pub trait FfnPort: Send {
         false
     }
 
-    /// The steps since the last call have warmed the ranks that they went to. Whether others are still cold.
+    /// The steps since the last call have warmed the ranks that they went to. Whether others are still cold. Ranks that join
+    /// later are the implementation's own business.
     fn handle_warm(&mut self) -> bool {
         false
     }
@@ -118,27 +120,43 @@ pub trait FfnPort: Send {
         "not every FFN shard has a rank that is ready".into()
     }
 
+    /// When to be called again at the latest while no step runs.
+    fn wake_at(&self) -> Option<Instant> {
+        None
+    }
+
     /// Called between steps and whenever the engine was woken with nothing to run: adopt new links, drop broken ones.
     /// Must not wait.
     fn idle(&mut self);
 }
 
-/// When the engine has to have ended, once that is known.
+/// When the engine has to have ended, once that is known. Looked at in every wait for a hop: one load, no lock.
 #[derive(Clone, Debug)]
-pub struct Ending(watch::Receiver<EngineState>);
+pub struct Ending {
+    started: Instant,
+    /// Since `started`; [`NEVER`] while the engine is to go on.
+    deadline_us: Arc<AtomicU64>,
+}
+
+const NEVER: u64 = u64::MAX;
+
+impl Default for Ending {
+    fn default() -> Self {
+        Self { started: Instant::now(), deadline_us: Arc::new(AtomicU64::new(NEVER)) }
+    }
+}
 
 impl Ending {
-    /// As `state` says.
-    pub fn new(state: watch::Receiver<EngineState>) -> Self {
-        Self(state)
+    /// The engine has to have ended by then.
+    pub fn set(&self, deadline: Instant) {
+        let deadline_us = deadline.saturating_duration_since(self.started).as_micros() as u64;
+        self.deadline_us.store(deadline_us, Relaxed);
     }
 
     /// `None` while it is to go on.
     pub fn deadline(&self) -> Option<Instant> {
-        match *self.0.borrow() {
-            EngineState::Draining { deadline } => Some(deadline),
-            _ => None,
-        }
+        let deadline_us = self.deadline_us.load(Relaxed);
+        (deadline_us != NEVER).then(|| self.started + Duration::from_micros(deadline_us))
     }
 }
 

@@ -141,6 +141,7 @@ impl<A: AttentionPort> Engine<A> {
     fn handle(&mut self, command: Command) {
         match command {
             Command::Abort(id) => self.finish(id, FinishReason::Cancelled),
+            Command::FailAll(error) => self.fail_all(&error),
             Command::Profile(profile) => self.profile = Some(profile),
             Command::Submit(id, request, queued) => {
                 let new = NewSequence {
@@ -194,7 +195,7 @@ impl<A: AttentionPort> Engine<A> {
             EngineState::Draining { deadline } => Some(deadline),
             _ => None,
         };
-        [tick, drained, self.scheduler.next_deadline()].into_iter().flatten().min()
+        [tick, drained, self.scheduler.next_deadline(), self.ffn.wake_at()].into_iter().flatten().min()
     }
 
     pub(super) fn publish(&self) {

@@ -18,6 +18,8 @@ use crate::scheduler::{Phase, Stage};
 const MAX_WARM_UP_STEPS: u64 = 1000;
 /// Rows of a stage of the two steps that warm an FFN rank up: one as in decode, some as in a prompt.
 const RANK_ROWS: [usize; 2] = [1, 8];
+/// Their tokens are below this, which is within any vocabulary, and differ, so that they reach more experts than one row does.
+const RANK_TOKENS: usize = 64;
 /// Tokens of a made-up prompt, at most.
 const PROMPT_TOKENS: usize = 1024;
 /// Fewest rows of a step of prompts; what is smaller takes the same operations.
@@ -140,7 +142,7 @@ impl<A: AttentionPort> Engine<A> {
         let num_stages = config.stages.max_stages.min(self.ffn.max_stages());
         let most =
             config.pool_tokens().min(config.max_model_len).min(config.max_num_batched_tokens / num_stages);
-        let one = || MadeUp::new(config.block_size, config.num_blocks, 1).stages(&[rows.min(most).max(1)], 1);
+        let one = || MadeUp::new(config.block_size, config.num_blocks, RANK_TOKENS).stages(&[rows.min(most).max(1)], 1);
         (0..num_stages).flat_map(|_| one()).collect()
     }
 

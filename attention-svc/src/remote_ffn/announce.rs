@@ -99,7 +99,8 @@ impl Announced {
     }
 }
 
-fn say(edge: &Edge, message: Message, stats: &FfnStats) {
+/// Hands a message to an edge's control task, or counts it as dropped.
+pub(super) fn say(edge: &Edge, message: Message, stats: &FfnStats) {
     if let Some(control) = &edge.control
         && control.plans.try_send(message).is_err()
     {
@@ -163,6 +164,7 @@ mod tests {
             }),
             hop_seconds: None,
             draining: false,
+            warm_up: None,
         };
         (edge, heard)
     }

@@ -253,18 +253,18 @@ impl<'a> Control<'a> {
         let (abandon, abandoned) = mpsc::channel(1);
         let life = Arc::new(Life::new(shared.started));
         let control = EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) };
-        let draining = false;
         let named = Arc::clone(&peer);
         let (kind, up) = match link {
             Opened::Host(link) => {
                 let (kind, control) = (link.limits().kind, Some(control));
+                let (hop_seconds, draining, warm_up) = (None, false, None);
                 let edge =
-                    Edge { id, peer, shard, combine_dtype, link, control, hop_seconds: None, draining };
+                    Edge { id, peer, shard, combine_dtype, link, control, hop_seconds, draining, warm_up };
                 (kind, EdgeEvent::Up(edge))
             }
             Opened::Stream(link) => {
                 let kind = link.kind;
-                let edge = StreamEdge { id, peer, shard, link, control, stats: None, draining };
+                let edge = StreamEdge { id, peer, shard, link, control, stats: None, draining: false };
                 (kind, EdgeEvent::StreamUp(Box::new(edge)))
             }
         };

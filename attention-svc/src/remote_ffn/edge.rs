@@ -15,6 +15,7 @@ use afd_common::telemetry::metrics::Histogram;
 use tokio::sync::mpsc;
 
 use super::hop_table::EdgeId;
+use super::rehearsal::WarmUp;
 use super::stream_edge::StreamEdge;
 
 /// A joined FFN rank with an open link, as the engine holds it.
@@ -35,6 +36,8 @@ pub struct Edge {
     pub hop_seconds: Option<Histogram>,
     /// It said that it is about to stop: used only while nothing else serves its shard.
     pub draining: bool,
+    /// While it is cold: used only while nothing else serves its shard. Set when the engine takes it in.
+    pub warm_up: Option<WarmUp>,
 }
 
 /// The engine's way to the control task of an edge.

@@ -13,6 +13,8 @@ pub trait OfShard {
     fn shard(&self) -> Shard;
     /// Its rank said that it is about to stop.
     fn is_draining(&self) -> bool;
+    /// It joined late and is being warmed up.
+    fn is_cold(&self) -> bool;
 }
 
 impl OfShard for Edge {
@@ -26,6 +28,10 @@ impl OfShard for Edge {
 
     fn is_draining(&self) -> bool {
         self.draining
+    }
+
+    fn is_cold(&self) -> bool {
+        self.warm_up.is_some()
     }
 }
 
@@ -66,6 +72,11 @@ impl<E: OfShard> Edges<E> {
     /// All edges.
     pub fn iter(&self) -> impl Iterator<Item = &E> + Clone {
         self.shards.iter().flatten()
+    }
+
+    /// Those that are not cold.
+    pub fn warm(&self) -> impl Iterator<Item = &E> + Clone {
+        self.iter().filter(|edge| !edge.is_cold())
     }
 
     /// All edges.
@@ -131,20 +142,28 @@ impl<E: OfShard> Edges<E> {
         self.shards.get(shard).is_some_and(|edges| !edges.is_empty())
     }
 
-    /// The edge of a shard that this attention rank uses. One that drains is the last resort.
+    /// The edge of a shard that this attention rank uses. One that drains, and after it one that is cold, is the last resort.
     pub fn choose(&mut self, shard: usize) -> Option<&mut E> {
-        let edges = self.shards.get_mut(shard)?;
+        let at = self.choice(shard)?;
+        self.shards.get_mut(shard)?.get_mut(at)
+    }
+
+    /// The same, to look at.
+    pub fn chosen(&self, shard: usize) -> Option<&E> {
+        self.shards.get(shard)?.get(self.choice(shard)?)
+    }
+
+    fn choice(&self, shard: usize) -> Option<usize> {
+        let edges = self.shards.get(shard)?;
         if self.is_warming
             && let Some(at) = edges.iter().position(|edge| self.cold.contains(&edge.id()))
         {
-            return edges.get_mut(at);
+            return Some(at);
         }
-        let staying = edges.iter().filter(|edge| !edge.is_draining()).count();
-        if staying == 0 {
-            let nth = self.rank.checked_rem(edges.len())?;
-            return edges.get_mut(nth);
-        }
-        edges.iter_mut().filter(|edge| !edge.is_draining()).nth(self.rank % staying)
+        let misgivings = |edge: &E| (edge.is_cold(), edge.is_draining());
+        let fewest = edges.iter().map(misgivings).min()?;
+        let best = || edges.iter().enumerate().filter(|(_, edge)| misgivings(edge) == fewest);
+        best().nth(self.rank % best().count()).map(|(at, _)| at)
     }
 }
 
@@ -152,7 +171,14 @@ impl<E: OfShard> Edges<E> {
 mod tests {
     use super::*;
 
-    struct Named(u64, Shard);
+    struct Named(u64, Shard, Misgiving);
+
+    #[derive(Clone, Copy, PartialEq)]
+    enum Misgiving {
+        None,
+        Drains,
+        Cold,
+    }
 
     impl OfShard for Named {
         fn id(&self) -> EdgeId {
@@ -164,7 +190,11 @@ mod tests {
         }
 
         fn is_draining(&self) -> bool {
-            false
+            self.2 == Misgiving::Drains
+        }
+
+        fn is_cold(&self) -> bool {
+            self.2 == Misgiving::Cold
         }
     }
 
@@ -172,7 +202,7 @@ mod tests {
     fn cold() -> Edges<Named> {
         let mut edges = Edges::new(0);
         for (id, shard) in [(1, 0), (2, 0), (3, 0), (4, 1)] {
-            assert!(edges.adopt(Named(id, Shard::new(shard, 2).unwrap())).is_ok());
+            assert!(edges.adopt(Named(id, Shard::new(shard, 2).unwrap(), Misgiving::None)).is_ok());
         }
         edges.begin_warm_up();
         edges.set_warming(true);
@@ -186,13 +216,29 @@ mod tests {
     #[test]
     fn every_edge_has_its_round_of_the_warm_up_and_later_ones_have_none() {
         let mut edges = cold();
-        assert!(edges.adopt(Named(5, Shard::new(1, 2).unwrap())).is_ok());
+        assert!(edges.adopt(Named(5, Shard::new(1, 2).unwrap(), Misgiving::None)).is_ok());
         for (round, is_any_left) in [([1, 4], true), ([2, 4], true), ([3, 4], false)] {
             assert_eq!(chosen(&mut edges), round);
             assert_eq!(edges.handle_warm(), is_any_left);
         }
         edges.set_warming(false);
         assert_eq!(chosen(&mut edges), [1, 4]);
+    }
+
+    #[test]
+    fn a_cold_edge_is_used_only_while_nothing_else_serves_its_shard() {
+        let mut edges = Edges::new(1);
+        let mut adopt = |id, misgiving| assert!(edges.adopt(Named(id, Shard::WHOLE, misgiving)).is_ok());
+        adopt(1, Misgiving::Cold);
+        adopt(2, Misgiving::Drains);
+        adopt(3, Misgiving::None);
+        adopt(4, Misgiving::None);
+        for (used, then_lost) in [(4, 4), (3, 3), (2, 2), (1, 1)] {
+            assert_eq!(edges.choose(0).unwrap().0, used);
+            assert_eq!(edges.chosen(0).unwrap().0, used);
+            assert!(edges.remove(EdgeId(then_lost)).is_some());
+        }
+        assert!(edges.choose(0).is_none());
     }
 
     #[test]

@@ -98,6 +98,22 @@ impl Kept {
         hidden_size: u32,
         gathered: &mut Vec<u8>,
     ) -> Result<(), LinkError> {
+        self.send_as(self.key, link, shard, dtype, hidden_size, gathered)
+    }
+
+    /// The same, as another hop.
+    ///
+    /// # Errors
+    /// As of [`send`](Self::send).
+    pub fn send_as(
+        &self,
+        hop: HopKey,
+        link: &mut dyn HopLink,
+        shard: usize,
+        dtype: RowType,
+        hidden_size: u32,
+        gathered: &mut Vec<u8>,
+    ) -> Result<(), LinkError> {
         let unreadable = |link: &dyn HopLink, error: FfiError| LinkError::BadFrame {
             peer: link.limits().peer.clone(),
             what: error.to_string(),
@@ -128,7 +144,7 @@ impl Kept {
             dtype,
             side: self.side,
             epoch: Epoch::default(),
-            hop: self.key,
+            hop,
             rows: self.num_rows_of(shard),
             columns: hidden_size,
             side_columns: self.side_columns,
@@ -138,6 +154,17 @@ impl Kept {
             })?,
         };
         link.send(header, &parts)
+    }
+}
+
+// Shares the tensors.
+impl Clone for Kept {
+    fn clone(&self) -> Self {
+        let Self { key, num_rows, side, side_columns, .. } = *self;
+        let side_tensors =
+            self.side_tensors.each_ref().map(|tensor| tensor.as_ref().map(Tensor::shallow_clone));
+        let (rows, shares) = (self.rows.shallow_clone(), self.shares.clone());
+        Self { key, num_rows, rows, side, side_columns, side_tensors, shares }
     }
 }
 

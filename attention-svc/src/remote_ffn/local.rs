@@ -79,6 +79,7 @@ pub fn connect(
         control,
         hop_seconds: None,
         draining: false,
+        warm_up: None,
     };
     // The port that would receive it is being built by the caller: it cannot be gone.
     let _ = events.send(EdgeEvent::Up(edge));

@@ -5,7 +5,7 @@
 //! finds the ranks behind `--ffn` and says how they stand ([`standing`], [`peer`]), one [`control`] task per rank joins
 //! ([`joining`], [`roster`]), opens links and sends plans ([`talk`]; [`announce`] says which) while the rank keeps its
 //! [lease](afd_common::lease); [`edge`] is what both sides say to each other, [`settings`] what the port is told. Between
-//! GPUs a stream drives the links ([`stream_joining`], [`stream_edge`]) and whole steps are enqueued ([`streams`]). [`local`] puts the FFN into this
+//! GPUs a stream drives the links ([`stream_joining`], [`stream_edge`]) and whole steps are enqueued ([`streams`]). [`rehearsal`] warms ranks up that come late. [`local`] puts the FFN into this
 //! process instead (`--ffn local`), and [`connect`] puts the parts together.
 pub mod announce;
 pub mod clock;
@@ -22,6 +22,7 @@ pub mod outstanding;
 pub mod peer;
 pub mod port;
 pub mod recorder;
+pub mod rehearsal;
 pub mod roster;
 pub mod routes;
 pub mod settings;

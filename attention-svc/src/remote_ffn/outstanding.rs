@@ -10,6 +10,24 @@ use super::hop_table::{Arrival, HopTable};
 use super::kept::{Kept, row_kind};
 use crate::engine::FfnLoss;
 
+/// What an error frame says is wrong, in the rank's own words.
+pub(super) enum Refusal {
+    /// These rows; the rank and its link live on.
+    OfRows(String),
+    /// Not these rows: an answer got lost on the link, or the rank is about to go.
+    OfLink(String),
+}
+
+/// Reads an error frame.
+pub(super) fn refusal(frame: &InFrame) -> Refusal {
+    let (code, text) = frame.body().split_first_chunk().unwrap_or((&[0; 4], &[]));
+    let what = String::from_utf8_lossy(text).into_owned();
+    match Code::from(i32::from_le_bytes(*code)) {
+        Code::AlreadyExists | Code::Unavailable => Refusal::OfLink(what),
+        _ => Refusal::OfRows(what),
+    }
+}
+
 /// Outstanding hops of the current step.
 #[derive(Default)]
 pub struct Outstanding {
@@ -78,12 +96,10 @@ impl Outstanding {
                 Ok(self.table.handle_arrival(hop, shard, edge.id, part))
             }
             FrameKind::Error => {
-                let (code, text) = frame.body().split_first_chunk().unwrap_or((&[0; 4], &[]));
-                let what = String::from_utf8_lossy(text).into_owned();
-                // Not these rows are at fault: an answer got lost on the link, or the rank is about to go.
-                if let Code::AlreadyExists | Code::Unavailable = Code::from(i32::from_le_bytes(*code)) {
-                    return Err(format!("{hop}: {what}"));
-                }
+                let what = match refusal(frame) {
+                    Refusal::OfLink(what) => return Err(format!("{hop}: {what}")),
+                    Refusal::OfRows(what) => what,
+                };
                 self.rejected = Some(FfnLoss::Rejected { hop, peer: edge.peer.to_string(), what });
                 Ok(Arrival::Accepted)
             }

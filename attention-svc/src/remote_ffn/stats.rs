@@ -67,6 +67,8 @@ pub struct FfnStats {
     shard_rows: OnceLock<Vec<AtomicU64>>,
     /// Time the engine waited for combines, microseconds.
     pub wait_us: AtomicU64,
+    /// Ranks that joined late and are being warmed up, now.
+    pub cold: AtomicU64,
     /// Ranks lost.
     pub losses: AtomicU64,
     /// Parts of hops sent again.

@@ -71,4 +71,9 @@ impl OfShard for StreamEdge {
     fn is_draining(&self) -> bool {
         self.draining
     }
+
+    /// It is warmed up with the decode steps' graphs.
+    fn is_cold(&self) -> bool {
+        false
+    }
 }

@@ -150,6 +150,11 @@ pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> 
             .map(|(reason, count)| Sample { labels: vec![reason.into()], value: count.load(Relaxed) as f64 })
             .into()
     })?;
+    let late = Arc::clone(stats);
+    let help = "FFN ranks that joined late and are being warmed up.";
+    metrics.read_when_asked(ReadKind::Gauge, "afd_ffn_cold", help, &[], move || {
+        one(late.cold.load(Relaxed) as f64)
+    })?;
     let labels = ["address", "shard", "kind"];
     metrics.read_when_asked(
         ReadKind::Gauge,

@@ -5,9 +5,11 @@ use afd_common::link::LinkError;
 use afd_common::spelling::{count, span};
 
 use super::RemoteFfn;
+use super::late::take_late;
 use crate::engine::FfnLoss;
 use crate::remote_ffn::edge::Edge;
 use crate::remote_ffn::hop_table::{Arrival, EdgeId, MAX_SENDS};
+use crate::remote_ffn::rehearsal::Wire;
 use crate::remote_ffn::settings::PortSettings;
 
 impl RemoteFfn {
@@ -15,7 +17,12 @@ impl RemoteFfn {
     pub(super) fn send_unsent(&mut self) -> Result<(), FfnLoss> {
         loop {
             let now_us = self.now_us();
-            let Some(part) = self.hops.table.unsent().find(|part| self.edges.has(part.shard)) else {
+            let has_room = |shard| {
+                let edge = self.edges.chosen(shard);
+                edge.is_some_and(|edge| edge.warm_up.as_ref().is_none_or(|warm_up| !warm_up.owes()))
+            };
+            let Some(part) = self.hops.table.unsent().find(|part| has_room(part.shard)) else {
+                self.hasten_late();
                 return Ok(());
             };
             let (Some(edge), Some(kept)) = (self.edges.choose(part.shard), self.hops.kept(part.key)) else {
@@ -27,6 +34,8 @@ impl RemoteFfn {
                     what: format!("{} was lost with its FFN rank {MAX_SENDS} times", part.key),
                 });
             }
+            // Nothing else serves its shard: whatever it has missed does not matter now.
+            edge.warm_up = None;
             let PortSettings { rows: dtype, hidden_size, .. } = self.settings;
             match kept.send(edge.link.as_mut(), part.shard, dtype, hidden_size, &mut self.gathered) {
                 Ok(()) => {
@@ -61,12 +70,25 @@ impl RemoteFfn {
     }
 
     fn poll_until_loss(&mut self) -> Option<(EdgeId, String)> {
-        let now_us = self.now_us();
+        let now = self.clock.now();
+        let now_us = (now - self.started).as_micros() as u64;
+        let wire = &mut Wire {
+            rows: self.settings.rows,
+            hidden_size: self.settings.hidden_size,
+            gathered: &mut self.gathered,
+            stats: &self.stats,
+            now,
+        };
         for edge in self.edges.iter_mut() {
             loop {
                 match edge.link.poll_recv() {
                     Ok(None) => break,
                     Ok(Some(frame)) => {
+                        let frame = match take_late(&self.script, edge, frame, wire) {
+                            Ok(Some(frame)) => frame,
+                            Ok(None) => continue,
+                            Err(why) => return Some((edge.id, why)),
+                        };
                         let (hop, shard) = (frame.header.hop, edge.shard.index() as usize);
                         let sent_us = self.hops.table.waiting_since(hop, shard);
                         match self.hops.handle_frame(edge, &frame, self.settings.hidden_size) {

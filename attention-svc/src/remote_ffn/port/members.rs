@@ -6,6 +6,7 @@ use super::RemoteFfn;
 use crate::engine::FfnLoss;
 use crate::remote_ffn::edge::{Edge, EdgeEvent};
 use crate::remote_ffn::hop_table::EdgeId;
+use crate::remote_ffn::rehearsal::WarmUp;
 use crate::remote_ffn::stream_edge::StreamEdge;
 use crate::remote_ffn::streams::Streams;
 
@@ -29,6 +30,8 @@ impl RemoteFfn {
     fn handle_up(&mut self, mut edge: Edge) {
         edge.hop_seconds = self.stats.hop_seconds_of(edge.link.limits().kind);
         self.stats.links.handle_up(edge.link.as_ref());
+        edge.warm_up = self.script.is_late().then(|| WarmUp::new(self.clock.now()));
+        let id = edge.id;
         let (peer, shard, link) = (Arc::clone(&edge.peer), edge.shard, edge.link.limits().kind);
         let placement = self.settings.placement(shard.count());
         let adopted = match &placement {
@@ -48,6 +51,7 @@ impl RemoteFfn {
             self.stats.handle_shards(self.edges.num_shards());
         }
         self.note_readiness();
+        self.begin_late(id);
     }
 
     fn handle_stream_up(&mut self, edge: StreamEdge) {

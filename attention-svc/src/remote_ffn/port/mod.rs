@@ -2,7 +2,7 @@
 //! up in shard order, and sends the rows of a lost edge again to whoever serves its shard next.
 //!
 //! The FFN holds no request state, so nothing is lost with it: the rows of every outstanding hop are kept here until
-//! the hop is combined. In reading order: `members` (edges come and go), `rows` (what is sent and what is added up), `hops`
+//! the hop is combined. In reading order: `members` (edges come and go), `late` (those that come late are warmed up), `rows` (what is sent and what is added up), `hops`
 //! (out and back), `stream` (whole steps, where a stream drives the links).
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,6 +20,7 @@ use super::edges::Edges;
 use super::kept::row_kind;
 use super::outstanding::Outstanding;
 use super::recorder::HopRecorder;
+use super::rehearsal::Script;
 use super::settings::PortSettings;
 use super::stats::FfnStats;
 use super::streams::Streams;
@@ -27,6 +28,7 @@ use crate::device::StreamFfn;
 use crate::engine::{DeviceTimes, Ending, FfnLoss, FfnPort, HopRecord, SideTensors, StepOutline};
 
 mod hops;
+mod late;
 mod members;
 mod rows;
 mod stream;
@@ -42,6 +44,8 @@ pub struct RemoteFfn {
     hops: Outstanding,
     /// The present step only warms ranks up.
     is_warming: bool,
+    /// The steps that warmed ranks up, for those that join later.
+    script: Script,
     /// Of the hop that is being added up; empty otherwise.
     parts: Vec<(usize, Tensor)>,
     /// Where experts are, once it is known how many shards there are.
@@ -92,6 +96,7 @@ impl RemoteFfn {
             events,
             hops: Outstanding::default(),
             is_warming: false,
+            script: Script::default(),
             parts: Vec::new(),
             placement: None,
             gathered: Vec::new(),
@@ -133,7 +138,10 @@ impl FfnPort for RemoteFfn {
         }
         self.is_warming = outline.warmup;
         self.edges.set_warming(outline.warmup);
-        self.announced.begin(outline, self.edges.iter(), &self.stats);
+        if outline.warmup {
+            self.script.handle_step(outline);
+        }
+        self.announced.begin(outline, self.edges.warm(), &self.stats);
         self.recorder.begin_step(outline.trace.is_some() || outline.profile);
         Ok(())
     }
@@ -156,6 +164,9 @@ impl FfnPort for RemoteFfn {
         let kept =
             self.keep(hop, rows, side).map_err(|what| FfnLoss::Fatal { what: format!("{hop}: {what}") })?;
         self.stats.handle_dispatch(kept.num_rows);
+        if self.is_warming {
+            self.script.handle_dispatch(&kept);
+        }
         self.hops.keep(kept, self.edges.num_shards());
         self.send_unsent()
     }
@@ -183,7 +194,7 @@ impl FfnPort for RemoteFfn {
                 return self.add_up(&kept).map_err(fatal);
             }
             self.send_unsent()?;
-            let overdue = self.expire_overdue();
+            let (overdue, late) = (self.expire_overdue(), self.expire_late());
             let bereft = self.bereft();
             if let Some((shard, until)) = bereft
                 && (self.is_warming || self.clock.now() >= until)
@@ -194,7 +205,7 @@ impl FfnPort for RemoteFfn {
             if ending.is_some_and(|deadline| self.clock.now() >= deadline) {
                 return Err(FfnLoss::Unavailable { peer: hop.to_string(), what: ENDING.into() });
             }
-            match [overdue, bereft.map(|(_, until)| until)].into_iter().flatten().min() {
+            match [overdue, late, bereft.map(|(_, until)| until)].into_iter().flatten().min() {
                 Some(deadline) => {
                     let deadline = ending.map_or(deadline, |ending| deadline.min(ending));
                     self.clock.wait(&self.bell, seen, deadline);
@@ -217,6 +228,7 @@ impl FfnPort for RemoteFfn {
             streams.end_step(&self.stats, now);
         }
         self.note_readiness();
+        self.count_cold();
     }
 
     fn stream(&mut self) -> Option<&mut dyn StreamFfn> {
@@ -232,7 +244,7 @@ impl FfnPort for RemoteFfn {
 
     // Never over links that a stream drives: there a plan is what starts its step.
     fn announce_ahead(&mut self, next: &StepOutline) {
-        self.announced.tell_ahead(next, self.edges.iter(), &self.stats);
+        self.announced.tell_ahead(next, self.edges.warm(), &self.stats);
     }
 
     fn withdraw(&mut self) -> bool {
@@ -254,12 +266,21 @@ impl FfnPort for RemoteFfn {
     // Links that a stream drives are warmed up with its graphs.
     fn begin_warm_up(&mut self) -> bool {
         self.idle();
-        self.edges.begin_warm_up();
-        !self.by_stream()
+        let is_of_use = !self.by_stream();
+        if is_of_use {
+            self.edges.begin_warm_up();
+            self.edges.iter_mut().for_each(|edge| edge.warm_up = None);
+            self.script.handle_begin();
+        }
+        is_of_use
     }
 
     fn handle_warm(&mut self) -> bool {
-        self.edges.handle_warm()
+        let are_others_cold = self.edges.handle_warm();
+        if !are_others_cold {
+            self.warm_late();
+        }
+        are_others_cold
     }
 
     fn ready(&self) -> bool {
@@ -274,8 +295,14 @@ impl FfnPort for RemoteFfn {
         (self.standing)()
     }
 
+    fn wake_at(&self) -> Option<Instant> {
+        self.first_late().map(|(overdue, ..)| overdue)
+    }
+
     fn idle(&mut self) {
         self.handle_events();
         self.poll_links();
+        self.expire_late();
+        self.count_cold();
     }
 }
