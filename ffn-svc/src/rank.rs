@@ -19,7 +19,7 @@ use afd_gpu::{Device, GpuError, nccl};
 
 use crate::config::Config;
 use crate::device::{DeviceModel, DeviceStage};
-use crate::engine::{self, EngineMetrics, EngineOptions};
+use crate::engine::{self, EngineHandle, EngineMetrics, EngineOptions};
 use crate::model::{AboutShard, FfnModel, FfnModelError, LayerSpec};
 use crate::serve::{ServeError, Server};
 use crate::service::Health;
@@ -231,6 +231,27 @@ pub async fn start(
     listener: Listener,
     metrics: &Metrics,
 ) -> Result<Server, StartError> {
+    start_with(config, loaded, listener, metrics, spawn).await
+}
+
+fn spawn(model: ShardModel, options: EngineOptions) -> std::io::Result<EngineHandle> {
+    match model {
+        ShardModel::Cpu(model) => engine::spawn(model, options),
+        ShardModel::Device(stage) => engine::spawn(stage, options),
+    }
+}
+
+/// The same with an engine of the caller's, who may put something of its own around the model.
+///
+/// # Errors
+/// As of [`start`].
+pub async fn start_with(
+    config: &Config,
+    loaded: Loaded,
+    listener: Listener,
+    metrics: &Metrics,
+    spawn: impl FnOnce(ShardModel, EngineOptions) -> std::io::Result<EngineHandle>,
+) -> Result<Server, StartError> {
     let Loaded { model, identity } = loaded;
     count_experts(metrics, model.about())?;
     let options = EngineOptions {
@@ -249,19 +270,14 @@ pub async fn start(
     }
     config.spans.count(metrics)?;
     let mut link_kinds = vec![v1::LinkKind::Shm, v1::LinkKind::Tcp, v1::LinkKind::Inline];
-    let engine = match model {
-        ShardModel::Cpu(model) => engine::spawn(model, options)?,
-        ShardModel::Device(stage) => {
-            // The cycle of `--routing balanced` is made on the host.
-            if config.routing == Routing::Model {
-                if nccl::version().is_ok() {
-                    link_kinds.insert(0, v1::LinkKind::Nccl);
-                }
-                link_kinds.insert(0, v1::LinkKind::CudaIpc);
-            }
-            engine::spawn(stage, options)?
+    // The cycle of `--routing balanced` is made on the host.
+    if matches!(model, ShardModel::Device(_)) && config.routing == Routing::Model {
+        if nccl::version().is_ok() {
+            link_kinds.insert(0, v1::LinkKind::Nccl);
         }
-    };
+        link_kinds.insert(0, v1::LinkKind::CudaIpc);
+    }
+    let engine = spawn(model, options)?;
     let incarnation = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     let settings = Settings {
         identity: v1::Identity {

@@ -1,6 +1,7 @@
 //! Real processes on loopback. One sentence each.
 mod bad_input;
 mod convoy;
+mod deaths;
 mod doctor;
 mod exit_codes;
 mod experts;

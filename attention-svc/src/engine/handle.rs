@@ -7,6 +7,7 @@ use afd_common::link::Doorbell;
 use crossbeam_channel::{Receiver, Sender};
 use tokio::sync::{oneshot, watch};
 
+use super::ffn_port::Ending;
 use super::profile::{Profile, ProfiledStep};
 use super::{EngineConfig, EngineMetrics};
 use crate::request::{SequenceError, SequenceId, SequenceRequest};
@@ -16,6 +17,7 @@ use crate::scheduler::{Scheduler, SchedulerLimits};
 pub(super) enum Command {
     Submit(SequenceId, SequenceRequest, Queued),
     Abort(SequenceId),
+    FailAll(SequenceError),
     Profile(Profile),
 }
 
@@ -57,6 +59,7 @@ struct Shared {
     pool_tokens: usize,
     bell: Doorbell,
     state: Arc<watch::Sender<EngineState>>,
+    ending: Ending,
     metrics: Arc<EngineMetrics>,
 }
 
@@ -86,6 +89,7 @@ impl EngineHandle {
             pool_tokens: config.pool_tokens(),
             bell,
             state,
+            ending: Ending::default(),
             metrics,
         };
         (Self { shared: Arc::new(shared), commands }, receiver)
@@ -113,7 +117,9 @@ impl EngineHandle {
         Ok(id)
     }
 
-    /// Ends a sequence within one step; it finishes as cancelled. Nothing happens when it has already ended.
+    /// Ends a sequence within one step; it finishes as cancelled. Nothing happens when it has already ended. Its blocks are free
+    /// when the step that it is in ends: until then attention writes to them. A step that waits for an FFN rank that is lost
+    /// ends by `--ffn-loss-timeout`.
     pub fn abort(&self, id: SequenceId) {
         // An engine that has ended has told every sequence so.
         let _ = self.send(Command::Abort(id));
@@ -128,6 +134,12 @@ impl EngineHandle {
         answer
     }
 
+    /// Ends everything that is there, and was submitted before this, with an error.
+    pub fn fail_all(&self, error: SequenceError) {
+        // An engine that has ended has told every sequence so.
+        let _ = self.send(Command::FailAll(error));
+    }
+
     /// Takes nothing new from now on, finishes what there is until `deadline`, then fails the rest as `ShuttingDown` and
     /// ends the engine's thread. A second call may move the deadline.
     pub fn drain(&self, deadline: Instant) {
@@ -136,10 +148,16 @@ impl EngineHandle {
             let drains = matches!(state, Warming | Running | Draining { .. });
             if drains {
                 *state = Draining { deadline };
+                // Whoever waits within a step looks there.
+                self.shared.ending.set(deadline);
             }
             drains
         });
         self.shared.bell.ring();
+    }
+
+    pub(super) fn ending(&self) -> &Ending {
+        &self.shared.ending
     }
 
     /// How the engine is, and to be told when that changes.

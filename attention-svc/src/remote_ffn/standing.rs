@@ -81,13 +81,7 @@ impl Standing<'_> {
                 write!(line, "is there, and has not been joined, for {}: {last_error}", ago(peer.since))
             }
             (PeerState::Apart { last_error }, Some(shard)) => {
-                let since = ago(peer.since);
-                let parted = match peer.parted.as_str() {
-                    "" => String::new(),
-                    // Said already.
-                    parted if parted == last_error => String::new(),
-                    parted => format!(", and before that {parted}"),
-                };
+                let (since, parted) = (ago(peer.since), parted(peer, last_error));
                 write!(
                     line,
                     "was up, shard {shard}, and has no session any more, for {since}: {last_error}{parted}"
@@ -100,9 +94,19 @@ impl Standing<'_> {
                 write!(line, "is not there, for {}: {last_error}", ago(peer.since))
             }
             (PeerState::Connecting { last_error }, Some(shard)) => {
-                write!(line, "was up, shard {shard}, and is not there, for {}: {last_error}", ago(peer.since))
+                let (since, parted) = (ago(peer.since), parted(peer, last_error));
+                write!(line, "was up, shard {shard}, and is not there, for {since}: {last_error}{parted}")
             }
         };
+    }
+}
+
+/// What ended its last session, unless that is said already.
+fn parted(peer: &Peer, last_error: &str) -> String {
+    match peer.parted.as_str() {
+        "" => String::new(),
+        parted if parted == last_error => String::new(),
+        parted => format!(", and before that {parted}"),
     }
 }
 

@@ -28,12 +28,13 @@ mod readiness;
 
 use crate::api::{self, Api, ApiLimits, ApiParts, Readiness};
 use crate::config::{OptionError, PeersConfig, ServeConfig};
-use crate::engine::{self, EngineDeath, EngineHandle, EngineStartError};
+use crate::engine::{self, AttentionPort, CachedAttention, EngineDeath, EngineHandle, EngineStartError};
 use crate::membership::Membership;
 use crate::membership::peers::{PeerSettings, Peers};
 use crate::model::{ModelError, NoKernels};
 use crate::profile;
 use crate::remote_ffn::directory::DirectoryError;
+use crate::request::SequenceError;
 use crate::text::TextError;
 use afd_common::config::model::ConfigError;
 use afd_common::weights::WeightError;
@@ -178,6 +179,17 @@ impl Server {
     /// # Errors
     /// [`ServeError`]; nothing is left running then.
     pub async fn start(config: ServeConfig) -> Result<Self, ServeError> {
+        Self::start_around(config, |attention| attention).await
+    }
+
+    /// The same with something of the caller's around the attention half of the model.
+    ///
+    /// # Errors
+    /// As of [`start`](Self::start).
+    pub async fn start_around<A: AttentionPort + 'static>(
+        config: ServeConfig,
+        around: impl FnOnce(CachedAttention) -> A,
+    ) -> Result<Self, ServeError> {
         let begun = Instant::now();
         let listener = Listener::bind(config.address.listen).await?;
         let address = listener.address();
@@ -200,7 +212,7 @@ impl Server {
         let stats = Arc::clone(&way.stats);
         metrics::ffn(&metrics, &stats, ffn.peers())?;
         let (engine, engine_thread) =
-            engine::spawn(engine_config, loaded.attention, way.port, way.bell, engine_metrics)?;
+            engine::spawn(engine_config, around(loaded.attention), way.port, way.bell, engine_metrics)?;
         metrics::engine(&metrics, engine.metrics())?;
         metrics::port(&metrics, &listener.stats())?;
         config.trace.spans.count(&metrics)?;
@@ -304,6 +316,9 @@ impl Server {
             let engine = self.engine.metrics();
             let (running, waiting) = (engine.running.get(), engine.waiting.get());
             tracing::info!(why = told.by(), running, waiting, limit = ?patience, "stopping");
+        }
+        if let Err(ServeError::Directory(missing)) = &ended {
+            self.engine.fail_all(SequenceError::FfnUnavailable(missing.to_string()));
         }
         self.engine.drain(Instant::now() + patience);
         let thread = self.engine_thread;

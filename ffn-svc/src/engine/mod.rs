@@ -118,11 +118,9 @@ pub fn spawn(model: impl StageModel, options: EngineOptions) -> std::io::Result<
     let give_ups_there = give_ups.clone();
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         let run = || run(model, options, (inbox, bell_here), give_ups_there);
-        let outcome = match catch_unwind(AssertUnwindSafe(run)) {
-            Ok(Ok(())) => EngineEnd::Stopped,
-            Ok(Err(what)) => EngineEnd::Died(what),
-            Err(panic) => EngineEnd::Died(words_of(panic.as_ref())),
-        };
+        // What panics outside of the worker, or while it says farewell.
+        let outcome = catch_unwind(AssertUnwindSafe(run));
+        let outcome = outcome.unwrap_or_else(|panic| EngineEnd::Died(words_of(panic.as_ref())));
         if let EngineEnd::Died(what) = &outcome {
             tracing::error!(what, "the FFN engine thread died");
         }
@@ -138,11 +136,22 @@ fn run(
     options: EngineOptions,
     (inbox, bell): (Receiver<Command>, Doorbell),
     give_ups: GiveUps,
-) -> Result<(), String> {
+) -> EngineEnd {
     let _no_grad = tch::no_grad_guard();
-    let _on_thread = model.enter_thread()?;
-    worker::Worker::new(model, options, (inbox, bell), give_ups).run();
-    Ok(())
+    let _on_thread = match model.enter_thread() {
+        Ok(on_thread) => on_thread,
+        Err(what) => return EngineEnd::Died(what),
+    };
+    let mut worker = worker::Worker::new(model, options, (inbox, bell), give_ups);
+    match catch_unwind(AssertUnwindSafe(|| worker.run())) {
+        Ok(()) => EngineEnd::Stopped,
+        Err(panic) => {
+            let what = words_of(panic.as_ref());
+            // Before the links are dropped, so that their peers hear why.
+            worker.say_farewell(&format!("the FFN engine died: {what}"));
+            EngineEnd::Died(what)
+        }
+    }
 }
 
 fn words_of(panic: &(dyn std::any::Any + Send)) -> String {

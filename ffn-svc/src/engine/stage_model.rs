@@ -67,6 +67,19 @@ impl StageSpec {
         }
     }
 
+    /// All of a model of so many dense layers, in f32.
+    pub fn dense(hidden_size: usize, num_layers: usize) -> Self {
+        let layer = LayerInputs {
+            side: SideKind::None,
+            side_columns: 0,
+            num_experts: 0,
+            experts_per_token: 0,
+            local_experts: Vec::new(),
+        };
+        let layers = vec![layer; num_layers];
+        Self { hidden_size, activations: RowType::F32, shard: Shard::WHOLE, layers }
+    }
+
     /// Element type of the rows that go back: partial sums travel in f32.
     pub fn combine(&self) -> RowType {
         if self.shard.count() > 1 { RowType::F32 } else { self.activations }

@@ -3,8 +3,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-use afd_common::frame::{RowType, SideKind};
-use afd_common::ids::{Epoch, LayerIdx, Shard, StepId};
+use afd_common::ids::{Epoch, LayerIdx, StepId};
 use afd_common::telemetry::Metrics;
 use afd_gpu::channel::GiveUp;
 use tch::Tensor;
@@ -22,14 +21,7 @@ struct Waiter {
 
 impl StageModel for Waiter {
     fn spec(&self) -> StageSpec {
-        let layer = LayerInputs {
-            side: SideKind::None,
-            side_columns: 0,
-            num_experts: 0,
-            experts_per_token: 0,
-            local_experts: Vec::new(),
-        };
-        StageSpec { hidden_size: 2, activations: RowType::F32, shard: Shard::WHOLE, layers: vec![layer] }
+        StageSpec::dense(2, 1)
     }
 
     fn forward(&mut self, _layer: LayerIdx, _rows: &Tensor, _side: &Side) -> Result<Tensor, String> {

@@ -2,14 +2,13 @@
 use std::time::Duration;
 
 use afd_common::frame::FrameHeader;
-use afd_common::frame::{RowType, SideKind};
-use afd_common::ids::{LayerIdx, Shard};
+use afd_common::ids::LayerIdx;
 use afd_common::net::{Access, Listener};
 use afd_common::proto::v1;
 use afd_common::proto::v1::steps_response::Message;
 use afd_common::telemetry::{Metrics, SpanSink};
 use ffn_svc::config::ServeOptions;
-use ffn_svc::engine::{self, EngineMetrics, EngineOptions, LayerInputs, StageModel, StageSpec};
+use ffn_svc::engine::{self, EngineMetrics, EngineOptions, StageModel, StageSpec};
 use ffn_svc::model::Side;
 use ffn_svc::serve::{ServeError, Server};
 use ffn_svc::service::Health;
@@ -144,14 +143,7 @@ struct Mortal;
 
 impl StageModel for Mortal {
     fn spec(&self) -> StageSpec {
-        let layer = LayerInputs {
-            side: SideKind::None,
-            side_columns: 0,
-            num_experts: 0,
-            experts_per_token: 0,
-            local_experts: Vec::new(),
-        };
-        StageSpec { hidden_size: 2, activations: RowType::F32, shard: Shard::WHOLE, layers: vec![layer] }
+        StageSpec::dense(2, 1)
     }
 
     fn forward(&mut self, _: LayerIdx, _: &Tensor, _: &Side) -> Result<Tensor, String> {
@@ -194,7 +186,8 @@ async fn the_death_of_the_engine_ends_the_rank_with_an_error_and_tells_its_peers
     let mut attention = Attention::join(&rank, 0).await;
     let mut link = attention.open(v1::LinkKind::Tcp).await;
     link.dispatch(FrameHeader::key(1, 0, 0), &Tensor::ones([1, 2], (Kind::Float, Device::Cpu)));
-    link.end().await;
+    let end = link.end().await.to_string();
+    assert!(end.contains("died") && end.contains("out of order"), "its link says `{end}`");
     let status = attention.refusal().await;
     assert!(status.message().contains("out of order"), "{status:?}");
     match rank.ended().await {

@@ -45,6 +45,11 @@ impl<M: StageModel> Worker<M> {
         }
     }
 
+    /// Says on every link that the engine has died. Touches nothing else: whatever was under way when it did may be half done.
+    pub(in crate::engine) fn say_farewell(&mut self, reason: &str) {
+        self.sources.iter_mut().for_each(|source| source.link.close(reason));
+    }
+
     pub(super) fn drop_source(&mut self, at: usize, why: &str) {
         let source = self.sources.swap_remove(at);
         let limits = source.link.limits();

@@ -2,8 +2,7 @@
 //! noticed the end.
 use std::time::Duration;
 
-use afd_common::frame::{RowType, SideKind};
-use afd_common::ids::{LayerIdx, Shard};
+use afd_common::ids::LayerIdx;
 use afd_common::telemetry::{Metrics, SpanSink};
 use tch::Tensor;
 use tonic_types::StatusExt;
@@ -11,7 +10,7 @@ use tonic_types::StatusExt;
 use super::super::handshake::Offer;
 use super::super::sessions::Settings;
 use super::*;
-use crate::engine::{self, EngineMetrics, EngineOptions, LayerInputs, StageModel, StageSpec};
+use crate::engine::{self, EngineMetrics, EngineOptions, StageModel, StageSpec};
 use crate::model::Side;
 
 /// Gives back what it gets.
@@ -19,14 +18,7 @@ struct Same;
 
 impl StageModel for Same {
     fn spec(&self) -> StageSpec {
-        let layer = LayerInputs {
-            side: SideKind::None,
-            side_columns: 0,
-            num_experts: 0,
-            experts_per_token: 0,
-            local_experts: Vec::new(),
-        };
-        StageSpec { hidden_size: 2, activations: RowType::F32, shard: Shard::WHOLE, layers: vec![layer] }
+        StageSpec::dense(2, 1)
     }
 
     fn forward(&mut self, _: LayerIdx, rows: &Tensor, _: &Side) -> Result<Tensor, String> {
