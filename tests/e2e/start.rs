@@ -80,9 +80,18 @@ async fn attention_may_start_first_and_says_for_whom_it_waits() -> anyhow::Resul
 async fn attention_gives_up_after_the_join_timeout_and_names_the_option() -> anyhow::Result<()> {
     let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-mixtral"));
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
-    let (code, log) = refused(attention(&model, &free, &["--join-timeout", "1s"], folder.path(), "A0")?)?;
+    let mut waiting = attention(&model, &free, &["--join-timeout", "2s"], folder.path(), "A0")?;
+    let url = format!("http://{}/v1/completions", waiting.address(LIMIT)?);
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let body = serde_json::json!({"prompt": [5, 6, 7], "max_tokens": 2});
+    let early = tokio::spawn(client.post(url).json(&body).send());
+    let (code, log) = tokio::task::spawn_blocking(|| refused(waiting)).await??;
     ensure!(code == 1, "exit code {code}:\n{log}");
     ensure!(log.contains("--join-timeout") && log.contains(&free), "{log}");
+    // Whoever waited for them is told why there is no answer.
+    let answer = early.await??;
+    let (status, text) = (answer.status(), answer.text().await?);
+    ensure!(status == 503 && text.contains("--join-timeout") && text.contains(&free), "{status}: {text}");
     Ok(())
 }
 

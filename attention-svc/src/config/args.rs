@@ -179,8 +179,8 @@ pub struct ServeArgs {
     /// Time for each phase of joining one FFN rank: connecting, Join, opening a link, attaching to it [default: 5s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub link_timeout: Option<Span>,
-    /// Time without an answer or any progress after which an FFN rank is lost that is being warmed up, before attention is
-    /// ready [default: 30s]
+    /// Time without an answer or any progress after which an FFN rank is lost that is being warmed up, before it serves
+    /// anybody [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub warmup_timeout: Option<Span>,
     /// Time without an answer or any progress after which an FFN rank is lost; grows with the rows sent [default: 5s]

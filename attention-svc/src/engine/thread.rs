@@ -7,7 +7,6 @@ use std::thread::JoinHandle;
 use afd_common::link::Doorbell;
 use tokio::sync::watch;
 
-use super::ffn_port::Ending;
 use super::handle::Command;
 use super::run::Engine;
 use super::{
@@ -52,7 +51,7 @@ pub fn spawn<A: AttentionPort + 'static>(
     }));
     let (handle, commands) =
         EngineHandle::new(&config, bell.clone(), Arc::clone(&state), Arc::clone(&metrics));
-    ffn.end_with(Ending::new(state.subscribe()));
+    ffn.end_with(handle.ending().clone());
     let engine = Engine::new(config, attention, ffn, commands, bell, state, metrics);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || live(engine))?;
     Ok((handle, thread))

@@ -142,7 +142,9 @@ impl<A: AttentionPort> Engine<A> {
         let num_stages = config.stages.max_stages.min(self.ffn.max_stages());
         let most =
             config.pool_tokens().min(config.max_model_len).min(config.max_num_batched_tokens / num_stages);
-        let one = || MadeUp::new(config.block_size, config.num_blocks, RANK_TOKENS).stages(&[rows.min(most).max(1)], 1);
+        let one = || {
+            MadeUp::new(config.block_size, config.num_blocks, RANK_TOKENS).stages(&[rows.min(most).max(1)], 1)
+        };
         (0..num_stages).flat_map(|_| one()).collect()
     }
 

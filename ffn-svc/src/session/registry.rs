@@ -1,6 +1,8 @@
 //! Who has joined. Pure: the clock is passed in. One live session per (deployment, role, rank): a process that joins
-//! again replaces its own session; another process is let in once the older one's lease has ended, and must be newer
-//! than every process seen in that place, so that one that was stopped for a while cannot come back.
+//! again replaces its own session; another process is let in once the older one's session has ended, and must be newer
+//! than every process seen in that place, so that one that was stopped for a while cannot come back. That nothing was heard for a
+//! lease ends a session only by the [judgement](afd_common::lease) of whoever watches it: when this process itself did not
+//! run for long, a lease may seem to be over whose words are there, unread.
 use std::collections::HashMap;
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -118,8 +120,8 @@ impl Registry {
         self.live.is_empty()
     }
 
-    /// Lets a process in under a fresh `id`, with a lease from `now`. Returns the session it replaces, which is over:
-    /// its own earlier one, or an older process's whose lease has ended.
+    /// Lets a process in under a fresh `id`, with a lease from `now`. Returns the session it replaces, which is over: its own
+    /// earlier one.
     ///
     /// # Errors
     /// [`NotAdmitted`] with both incarnations; nothing changes.
@@ -135,12 +137,12 @@ impl Registry {
             && newer > caller
         {
             return Err(match self.live.get(&place) {
-                Some(member) if member.lease_ends > now => live(place, member, caller, now),
-                _ => NotAdmitted::Fenced { place, newer, caller },
+                Some(member) => live(place, member, caller, now),
+                None => NotAdmitted::Fenced { place, newer, caller },
             });
         }
         match self.live.get(&place) {
-            Some(member) if member.incarnation != caller && member.lease_ends > now => {
+            Some(member) if member.incarnation != caller => {
                 return Err(live(place, member, caller, now));
             }
             None if self.live.len() >= MAX_SESSIONS => return Err(NotAdmitted::Full),
@@ -218,12 +220,15 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_process_takes_over_once_the_lease_has_ended_and_the_older_stays_out() {
+    fn a_newer_process_takes_over_once_the_session_has_ended_and_the_older_stays_out() {
         let (mut registry, now) = (Registry::default(), Instant::now());
         registry.admit(&identity("a", 0, 10), id(1), now, LEASE).unwrap();
-        let later = now + LEASE;
-        assert_eq!(registry.admit(&identity("a", 0, 11), id(2), later, LEASE), Ok(Some(id(1))));
-        let place = Place::of(&identity("a", 0, 0));
+        let (later, place) = (now + LEASE, Place::of(&identity("a", 0, 0)));
+        let refused = registry.admit(&identity("a", 0, 11), id(2), later, LEASE).unwrap_err();
+        let live = NotAdmitted::Live { place: place.clone(), live: 10, caller: 11, left_ms: 0 };
+        assert_eq!(refused, live, "nobody has judged yet that nothing was heard");
+        registry.end(&place, &id(1));
+        assert_eq!(registry.admit(&identity("a", 0, 11), id(2), later, LEASE), Ok(None));
         assert!(!registry.renew(&place, &id(1), later + LEASE), "the older one's lease is no longer its own");
         registry.end(&place, &id(1));
         assert_eq!(registry.len(), 1, "nor can it end the newer one's session");

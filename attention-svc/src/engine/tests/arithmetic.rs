@@ -1,12 +1,13 @@
 //! A decoder that is exact arithmetic on whole numbers: attention that reads the paged cache through block tables, an
 //! FFN port with faults on demand, and the same function written without cache, batches or stages.
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 
 use afd_common::ids::{HopKey, LayerIdx, StepId};
 use afd_common::link::Doorbell;
 use tch::{Kind, Tensor};
 
+use super::SOON;
 use crate::engine::{AttentionError, AttentionPort, FfnLoss, FfnPort, SideTensors, StepOutline};
 use crate::model::{Attended, StageBatch};
 
@@ -137,6 +138,8 @@ pub(super) struct Script {
     pub(super) faults: VecDeque<Option<FfnLoss>>,
     /// Every combine fails like this.
     pub(super) always: Option<FfnLoss>,
+    /// The next combine says that it waits, and does so until it is told to go on.
+    pub(super) wait: Option<(mpsc::Sender<()>, mpsc::Receiver<()>)>,
     /// Rows per stage of every step.
     pub(super) steps: Vec<Vec<usize>>,
     pub(super) phases: Vec<crate::scheduler::Phase>,
@@ -180,6 +183,11 @@ impl FfnPort for ArithmeticFfn {
 
     fn combine(&mut self, hop: HopKey) -> Result<Tensor, FfnLoss> {
         let input = self.outstanding.remove(&hop).expect("dispatched before");
+        let wait = self.script.lock().unwrap().wait.take();
+        if let Some((waits, go_on)) = wait {
+            waits.send(()).unwrap();
+            go_on.recv_timeout(SOON).expect("told to go on");
+        }
         let mut script = self.script.lock().unwrap();
         if let Some(loss) = script.faults.pop_front().flatten().or_else(|| script.always.clone()) {
             return Err(match loss {

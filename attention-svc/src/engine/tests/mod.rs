@@ -2,6 +2,7 @@
 //! the plain function, or its end is a typed error.
 mod arithmetic;
 mod device;
+mod ends;
 
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -261,34 +262,6 @@ fn logits_that_are_not_numbers_fail_their_sequence_alone() {
 }
 
 #[test]
-fn aborted_and_abandoned_sequences_free_everything_at_once() {
-    let setup = start(config());
-    let (id, aborted) = submit(&setup, &[1, 2, 3], 150);
-    setup.handle.abort(id);
-    let outcome = wait(aborted);
-    let (reason, usage) = outcome.end.unwrap();
-    assert_eq!((reason, usage.completion_tokens as usize), (FinishReason::Cancelled, outcome.tokens.len()));
-    for _ in 0..50 {
-        drop(submit(&setup, &[1, 2, 3], 150));
-    }
-    eventually("all cancelled", || setup.handle.metrics().finished_cancelled.get() == 51);
-    let (_, events) = submit(&setup, &[1, 2, 3], 5);
-    assert_eq!(wait(events).tokens, reference(&[1, 2, 3], 5));
-    stop(setup);
-}
-
-#[test]
-fn a_deadline_ends_a_sequence_wherever_it_is() {
-    let setup = start_with(config(), Script { unready: true, ..Script::default() });
-    let (mut request, events) = request(&[1, 2, 3], 10);
-    request.deadline = Some(Instant::now() + Duration::from_millis(20));
-    setup.handle.submit(request).unwrap();
-    let outcome = wait(events);
-    assert!(matches!(outcome.end, Err(SequenceError::DeadlineExceeded { .. })), "{outcome:?}");
-    stop(setup);
-}
-
-#[test]
 fn the_queue_is_bounded_and_what_never_fits_is_refused() {
     let setup =
         start_with(EngineConfig { max_queue: 2, ..config() }, Script { unready: true, ..Script::default() });
@@ -304,50 +277,6 @@ fn the_queue_is_bounded_and_what_never_fits_is_refused() {
     become_ready(&setup.script, &setup.bell);
     assert_eq!(wait(second).tokens, wait(third).tokens);
     stop(setup);
-}
-
-#[test]
-fn draining_finishes_what_runs_refuses_what_comes_and_fails_what_is_late() {
-    let setup = start(config());
-    let (_, events) = submit(&setup, &[1, 2, 3], 100);
-    setup.handle.drain(Instant::now() + SOON);
-    let refused = setup.handle.submit(request(&[1], 1).0);
-    assert!(matches!(refused, Err(SequenceError::ShuttingDown)), "{refused:?}");
-    assert_eq!(wait(events).tokens.len(), 100);
-    setup.thread.join().unwrap().unwrap();
-
-    let setup = start_with(config(), Script { unready: true, ..Script::default() });
-    let (_, late) = submit(&setup, &[1, 2, 3], 100);
-    setup.handle.drain(Instant::now() + Duration::from_millis(20));
-    assert!(matches!(wait(late).end, Err(SequenceError::ShuttingDown)));
-    setup.thread.join().unwrap().unwrap();
-    assert_eq!(setup.handle.metrics().kv_blocks_used.get(), 0);
-}
-
-#[test]
-fn the_death_of_the_thread_reaches_everybody() {
-    for bomb in [true, false] {
-        let fatal = FfnLoss::Fatal { what: "the device is gone".into() };
-        let script = Script { unready: true, always: (!bomb).then_some(fatal), ..Script::default() };
-        let setup = start_with(config(), script);
-        let (_, bystander) = submit(&setup, &[1, 2, 3], 100);
-        let (_, events) = submit(&setup, &[1, if bomb { BOMB } else { 1 }], 100);
-        become_ready(&setup.script, &setup.bell);
-        let expected =
-            if bomb { "the engine died: panic: boom" } else { "the engine died: the device is gone" };
-        for events in [bystander, events] {
-            let outcome = wait(events);
-            assert!(
-                matches!(&outcome.end, Err(SequenceError::Internal(what)) if what == expected),
-                "{outcome:?}"
-            );
-        }
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        assert_eq!(runtime.block_on(setup.handle.died()), expected);
-        assert!(setup.thread.join().unwrap().is_err());
-        assert!(matches!(setup.handle.submit(request(&[1], 1).0), Err(SequenceError::Internal(_))));
-        assert!(!setup.handle.ready());
-    }
 }
 
 #[test]

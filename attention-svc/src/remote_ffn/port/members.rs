@@ -30,7 +30,10 @@ impl RemoteFfn {
     fn handle_up(&mut self, mut edge: Edge) {
         edge.hop_seconds = self.stats.hop_seconds_of(edge.link.limits().kind);
         self.stats.links.handle_up(edge.link.as_ref());
-        edge.warm_up = self.script.is_late().then(|| WarmUp::new(self.clock.now()));
+        // Where rows wait for it there is no time for that.
+        let is_waited_for = self.hops.table.unsent().any(|part| part.shard == edge.shard.index() as usize);
+        let is_cold = self.script.is_late() && !is_waited_for;
+        edge.warm_up = is_cold.then(|| WarmUp::new(self.clock.now()));
         let id = edge.id;
         let (peer, shard, link) = (Arc::clone(&edge.peer), edge.shard, edge.link.limits().kind);
         let placement = self.settings.placement(shard.count());

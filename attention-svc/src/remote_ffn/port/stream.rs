@@ -32,8 +32,7 @@ impl StreamFfn for RemoteFfn {
     }
 
     fn begin(&mut self, stream: &Stream, stages: &[(usize, &Region)]) -> Result<(), FfnLoss> {
-        let stages: Vec<_> = stages.iter().map(|(rows, real)| (*rows, Some(*real))).collect();
-        self.streams()?.begin(stream, &stages)
+        self.streams()?.begin(stream, stages.iter().map(|(rows, real)| (*rows, Some(*real))))
     }
 
     fn direct(&self, hop: StreamHop) -> Option<Region> {

@@ -11,21 +11,30 @@ use crate::remote_ffn::stream_times::{Point, StreamTimes, Way};
 
 impl Streams {
     /// Enqueues what is said once of all hops of a step: of every stage its rows, and how many are real if not all are.
-    pub(in crate::remote_ffn) fn begin(
+    pub(in crate::remote_ffn) fn begin<'a>(
         &mut self,
         stream: &Stream,
-        stages: &[(usize, Option<&Region>)],
+        stages: impl Iterator<Item = (usize, Option<&'a Region>)> + Clone,
     ) -> Result<(), FfnLoss> {
         let num_layers = self.place.num_layers;
-        for edge in self.used_mut() {
-            for (stage, &(rows, real)) in stages.iter().enumerate() {
-                let frames = (0..num_layers).map(|layer| edge.link.frames(LayerIdx(layer), stage, rows));
-                let (out, into): (Vec<_>, Vec<_>) = frames.unzip();
+        let (mut out, mut into) = std::mem::take(&mut self.frames);
+        let mut begin = |edge: &mut StreamEdge| {
+            for (stage, (rows, real)) in stages.clone().enumerate() {
+                out.clear();
+                into.clear();
+                for layer in (0..num_layers).map(LayerIdx) {
+                    let (there, back) = edge.link.frames(layer, stage, rows);
+                    out.push(there);
+                    into.push(back);
+                }
                 let begun = edge.link.channel.begin(stream, &out, &into, real);
                 begun.map_err(|error| not_enqueued(edge, &error))?;
             }
-        }
-        Ok(())
+            Ok(())
+        };
+        let begun = self.used_mut().try_for_each(&mut begin);
+        self.frames = (out, into);
+        begun
     }
 
     /// Where the rows of a hop can be written at once: where one shard takes them all.

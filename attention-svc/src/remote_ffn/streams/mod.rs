@@ -9,7 +9,7 @@ use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::steps_request::Message;
 use afd_ffi::cuda;
-use afd_gpu::channel::StepError;
+use afd_gpu::channel::{Frame, StepError};
 use afd_gpu::{Completion, Device, GpuError, Stream};
 use ffn_svc::device::DeviceFfn;
 use tch::{Kind, Tensor};
@@ -56,6 +56,8 @@ pub(super) struct Streams {
     /// Of the step under way.
     step_id: StepId,
     ending: Option<Ending>,
+    /// What is said of a stage at once, out and back; memory that is used again.
+    frames: (Vec<Frame>, Vec<Frame>),
 }
 
 struct Step {
@@ -77,6 +79,7 @@ impl Streams {
             times: None,
             step_id: StepId(0),
             ending: None,
+            frames: Default::default(),
         }
     }
 
@@ -199,8 +202,7 @@ impl Streams {
     pub(super) fn begin_step(&mut self, stage_rows: &[usize]) -> Result<(), FfnLoss> {
         let (num_stages, stream) = (stage_rows.len(), Arc::clone(&self.place.stream));
         self.step = Some(Step { num_stages, combined: 0, outstanding: Vec::new() });
-        let stages: Vec<_> = stage_rows.iter().map(|&rows| (rows, None)).collect();
-        self.begin(&stream, &stages)
+        self.begin(&stream, stage_rows.iter().map(|&rows| (rows, None)))
     }
 
     /// Whether an eager step is under way over these edges.
