@@ -155,6 +155,11 @@ impl<T> Grants<T> {
         self.waiting.len()
     }
 
+    /// Those of them that somebody has not attached to, as `is_own` says.
+    pub fn num_waiting_of(&self, is_own: impl Fn(&T) -> bool) -> usize {
+        self.waiting.values().filter(|waiting| is_own(&waiting.session)).count()
+    }
+
     /// The epoch of a link that is up as soon as it is granted: it waits for nobody to attach.
     pub fn mint_epoch(&mut self) -> Epoch {
         let epoch = Epoch(self.next_epoch);

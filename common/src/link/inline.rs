@@ -1,9 +1,10 @@
 //! Frames as messages of `LayerStageService.StreamStages`: the slowest link, and one that is there wherever gRPC is.
 //!
 //! The engine's end is an ordinary [`HopLink`]; a task per end moves frames between it and the stream. What is sent waits
-//! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine.
+//! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine. A frame that
+//! cannot be right ends the stream with `INVALID_ARGUMENT` and the reason.
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -114,10 +115,14 @@ pub async fn answer<T>(
     let (limits, bell, session) =
         attach(&ticket).map_err(|refusal| Status::failed_precondition(refusal.to_string()))?;
     let (link, outgoing) = InlineLink::new(limits, bell);
-    tokio::spawn(link.pump().run(requests.map(|message| message.map(|message| message.frame))));
+    let pump = link.pump();
+    let refused = Arc::clone(&pump.refused);
+    tokio::spawn(pump.run(requests.map(|message| message.map(|message| message.frame))));
     let attached = stream::once(async { Bytes::new() });
-    let responses = attached.chain(outgoing).map(|frame| Ok(StreamStagesResponse { frame }));
-    Ok((Box::pin(responses), link, session))
+    let frames = attached.chain(outgoing).map(|frame| Ok(StreamStagesResponse { frame }));
+    // Looked at when the link is closed, which is after it has heard what is wrong.
+    let end = stream::once(async move { refused.get().cloned().map(Err) }).filter_map(std::future::ready);
+    Ok((Box::pin(frames.chain(end)), link, session))
 }
 
 fn refused(peer: String, status: &Status) -> AttachError {
@@ -144,6 +149,7 @@ impl InlineLink {
             inbox: Arc::clone(&self.port.inbox),
             limits: self.port.limits.frame_limits(),
             closed: self.closed.clone(),
+            refused: Arc::default(),
         }
     }
 
@@ -202,6 +208,8 @@ struct Pump {
     inbox: Arc<Inbox>,
     limits: FrameLimits,
     closed: CancellationToken,
+    /// What the stream is ended with where the peer is at fault.
+    refused: Arc<OnceLock<Status>>,
 }
 
 impl Pump {
@@ -222,11 +230,16 @@ impl Pump {
             let message = match frames.next().await {
                 Some(Ok(message)) => message,
                 Some(Err(status)) => {
+                    // A message that cannot be read; nobody hears it where the connection is gone.
+                    self.refused.get_or_init(|| Status::new(status.code(), status.message()));
                     return self.inbox.lost(format!("{:?}: {}", status.code(), status.message()));
                 }
                 None => return self.inbox.lost("the stream ended"),
             };
             if let Err(end) = self.handle_message(message) {
+                if matches!(end, LinkError::Corrupt { .. }) {
+                    self.refused.get_or_init(|| Status::invalid_argument(format!("frame: {end}")));
+                }
                 return end;
             }
         }

@@ -80,7 +80,7 @@ impl FfnControlService for Control {
         let request = request.into_inner();
         let place = request.identity.as_ref().map(|identity| Place::of(identity).to_string());
         let place: String = place.unwrap_or_default().chars().take(MAX_PLACE_CHARS).collect();
-        let joined = self.sessions.join(&request);
+        let joined = self.sessions.join(&request, peer.map(|peer| peer.ip()));
         match &joined {
             Ok(joined) => {
                 let remark = self.remark(&request, joined);

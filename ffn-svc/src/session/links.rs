@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 use super::sessions::{MAX_WAITING_LINKS, Session, Sessions};
 use super::status::detailed;
 
-/// Most links of one call.
+/// Most links of one call, and of a session that wait to be attached: one that never attaches leaves room for others.
 const MAX_LINKS_AT_ONCE: usize = 16;
 /// Most dispatches in flight on a link.
 const MAX_CREDITS: u32 = 4;
@@ -38,6 +38,15 @@ impl Sessions {
         let mut grants = self.lock_grants();
         let attach_timeout_ms = grants.attach_timeout().as_millis() as u32;
         grants.handle_time(now);
+        let own = grants.num_waiting_of(|owner| owner.id == session.id);
+        if own + specs.len() > MAX_LINKS_AT_ONCE {
+            let message = format!(
+                "{own} links of this session wait for it to attach, and {} more are asked for: {MAX_LINKS_AT_ONCE} is the \
+                 limit of a session",
+                specs.len()
+            );
+            return Err(detailed(Code::ResourceExhausted, message, "LINKS_FULL", Vec::new()));
+        }
         if grants.num_waiting() + specs.len() > MAX_WAITING_LINKS {
             let message =
                 format!("{MAX_WAITING_LINKS} links wait for somebody to attach, which is the limit");

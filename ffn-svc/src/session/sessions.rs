@@ -4,6 +4,7 @@
 //! decisions are those of the pure [`handshake`](super::handshake), [`registry`](super::registry) and
 //! [`grants`](afd_common::link::grants); here they meet the clock, randomness and the engine.
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -26,6 +27,8 @@ use crate::engine::{EngineHandle, SessionTag, StepAccounts};
 
 /// Links that were granted and not attached, over all sessions.
 pub(super) const MAX_WAITING_LINKS: usize = 256;
+/// Sessions of one host that have joined and said nothing yet: whoever joins for nothing leaves room for others.
+const MAX_SILENT_SESSIONS: usize = 64;
 
 /// What a rank is, beside what it offers.
 #[derive(Clone, Debug)]
@@ -49,6 +52,8 @@ pub struct Session {
     pub id: SessionId,
     /// Whose it is.
     pub place: Place,
+    /// From which host it joined, where that is known.
+    pub from: Option<IpAddr>,
     /// The engine's name for its links.
     pub tag: SessionTag,
     /// What was agreed.
@@ -154,8 +159,13 @@ impl Sessions {
     /// Handshake.
     ///
     /// # Errors
-    /// `FAILED_PRECONDITION` names what differs; `UNAVAILABLE` while draining.
-    pub fn join(self: &Arc<Self>, request: &v1::JoinRequest) -> Result<v1::JoinResponse, Status> {
+    /// `FAILED_PRECONDITION` names what differs; `UNAVAILABLE` while draining; `RESOURCE_EXHAUSTED` when a host has too many
+    /// sessions that say nothing.
+    pub fn join(
+        self: &Arc<Self>,
+        request: &v1::JoinRequest,
+        from: Option<IpAddr>,
+    ) -> Result<v1::JoinResponse, Status> {
         if self.draining.borrow().is_some() {
             return Err(detailed(Code::Unavailable, "this FFN rank is draining", "DRAINING", Vec::new()));
         }
@@ -165,6 +175,7 @@ impl Sessions {
         let session = Arc::new(Session {
             id: id.clone(),
             place: Place::of(&identity),
+            from,
             tag: SessionTag(self.next_tag.fetch_add(1, Ordering::Relaxed)),
             agreement,
             accounts: Arc::new(StepAccounts::new(
@@ -178,6 +189,15 @@ impl Sessions {
         });
         let replaced = {
             let mut live = self.lock_live();
+            let is_silent =
+                |other: &&Arc<Session>| other.from == from && !other.has_steps.load(Ordering::Acquire);
+            if from.is_some() && live.by_id.values().filter(is_silent).count() >= MAX_SILENT_SESSIONS {
+                let message = format!(
+                    "{MAX_SILENT_SESSIONS} sessions of {} have no control stream yet, which is the limit of a host",
+                    from.map_or_else(String::new, |from| from.to_string())
+                );
+                return Err(detailed(Code::ResourceExhausted, message, "SESSIONS_FULL", Vec::new()));
+            }
             let replaced = live.registry.admit(&identity, id.clone(), Instant::now(), self.settings.lease)?;
             let replaced = replaced.and_then(|id| live.by_id.remove(&id));
             live.by_id.insert(id, Arc::clone(&session));

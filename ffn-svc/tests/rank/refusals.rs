@@ -6,6 +6,7 @@ use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
 use ffn_svc::config::ServeOptions;
 use tch::{Device, Kind, Tensor};
+use tokio_stream::StreamExt;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
@@ -146,6 +147,54 @@ async fn links_are_granted_as_agreed_and_attached_once() {
     assert!(wrong_kind.to_string().contains("another kind"), "{wrong_kind}");
     let _link = attention.attach(&grant, v1::LinkKind::Tcp).await.unwrap();
     assert!(attention.attach(&grant, v1::LinkKind::Tcp).await.is_err(), "a grant works once");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_asks_for_more_than_its_part_leaves_room_for_others() {
+    let rank = Rank::start(options("tiny-llama")).await;
+    let (mut greedy, mut other) = (Attention::join(&rank, 0).await, Attention::join(&rank, 1).await);
+    for _ in 0..16 {
+        greedy.grant(v1::LinkKind::Tcp).await.unwrap();
+    }
+    let status = greedy.grant(v1::LinkKind::Tcp).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.message().contains("16 links of this session"), "{status:?}");
+    let _link = other.open(v1::LinkKind::Tcp).await;
+    // Joins that nothing comes of are of one host here.
+    let mut control = FfnControlServiceClient::new(rank.channel().await);
+    for n in 2..66 {
+        control.join(rank.join_request(n).await).await.unwrap();
+    }
+    let status = control.join(rank.join_request(66).await).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.message().contains("64 sessions of 127.0.0.1"), "{status:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frame_that_cannot_be_right_ends_its_stream_with_a_reason() {
+    let rank = Rank::start(options("tiny-llama")).await;
+    let mut attention = Attention::join(&rank, 0).await;
+    for junk in [&b"junk"[..], &[0; 64], b""] {
+        let grant = attention.grant(v1::LinkKind::Inline).await.unwrap();
+        let attach = v1::StreamAttach { link_id: grant.link_id, secret: grant.secret };
+        let first = v1::StreamStagesRequest { attach: Some(attach), ..Default::default() };
+        let second = v1::StreamStagesRequest { attach: None, frame: junk.to_vec().into() };
+        let requests = tokio_stream::iter([first, second]).chain(tokio_stream::pending());
+        let mut client = LayerStageServiceClient::new(rank.channel().await);
+        let mut answers = client.stream_stages(requests).await.unwrap().into_inner();
+        let attached = answers.message().await.unwrap().unwrap();
+        assert!(attached.frame.is_empty());
+        let status = loop {
+            match answers.message().await {
+                // The farewell of the link.
+                Ok(Some(_)) => {}
+                Ok(None) => panic!("{junk:?} ends it as if all were well"),
+                Err(status) => break status,
+            }
+        };
+        assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+        assert!(status.message().starts_with("frame: "), "{status:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -70,7 +70,7 @@ fn join(sessions: &Arc<Sessions>, rank: u32) -> Arc<Session> {
         max_tokens_per_stage: 64,
         ..Default::default()
     };
-    let joined = sessions.join(&request).unwrap();
+    let joined = sessions.join(&request, None).unwrap();
     sessions.find(&joined.session_id).unwrap()
 }
 
