@@ -88,6 +88,43 @@ async fn attention_ends_within_its_drain_limit_though_a_step_waits_for_a_lost_ff
     Ok(())
 }
 
+/// Whoever asks while the only rank of a shard drains would keep it from ever being done.
+#[tokio::test]
+async fn the_only_ffn_rank_is_asked_nothing_new_while_it_drains_and_ends_when_what_ran_is_finished()
+-> anyhow::Result<()> {
+    let mut deployment =
+        start(&["--ffn-loss-timeout", "500ms"], &["--drain-timeout", "120s", "--inject-delay", "2ms"])
+            .await?;
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    let mut running = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+    ensure!(running.message().await?.is_some(), "no token");
+    let ffn = deployment.ffn.remove(0);
+    ffn.signal("TERM")?;
+    let reason = loop {
+        let ready = deployment.client().get(deployment.url(0, "/ready")).send().await?;
+        if ready.status() == 503 {
+            break ready.text().await?;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    ensure!(reason.contains("about to stop"), "{reason}");
+    let mut late = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+    let status = late.message().await.err();
+    let is_told = |status: &tonic::Status| {
+        status.code() == Code::Unavailable && status.message().contains("--ffn-loss-timeout")
+    };
+    ensure!(status.as_ref().is_some_and(is_told), "who came later was answered with {status:?}");
+    let mut tokens = 1;
+    while let Some(piece) = running.message().await? {
+        tokens += piece.token_ids.len();
+    }
+    ensure!(tokens == NUM_TOKENS as usize, "what ran ended after {tokens} tokens");
+    ends_well(ffn, LIMIT).await?;
+    ensure!(deployment.metric(0, "afd_ffn_losses_total").await? == 0.0, "a rank that left counts as lost");
+    ensure!(!deployment.attention[0].log().contains("FFN rank lost"), "{}", deployment.attention[0].log());
+    terminated(deployment.attention.remove(0), LIMIT).await
+}
+
 #[tokio::test]
 async fn the_only_ffn_rank_ends_within_its_drain_limit_though_an_answer_is_under_way() -> anyhow::Result<()> {
     // Slow enough that the answer takes longer than the drain may.

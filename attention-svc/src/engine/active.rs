@@ -54,6 +54,11 @@ impl Active {
         }
     }
 
+    /// Whether it has not run yet.
+    pub(super) fn is_queued(&self) -> bool {
+        self.queued.is_some()
+    }
+
     /// It runs for the first time, or ends: its place in the queue is free again.
     pub(super) fn leave_queue(&mut self) {
         self.queued = None;

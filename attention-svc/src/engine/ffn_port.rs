@@ -115,6 +115,11 @@ pub trait FfnPort: Send {
         false
     }
 
+    /// Whether the ranks of some shard are about to stop, all of them: what runs may be finished, and nothing new begins.
+    fn is_leaving(&self) -> bool {
+        false
+    }
+
     /// Which ranks are missing now, for people.
     fn standing(&self) -> String {
         "not every FFN shard has a rank that is ready".into()

@@ -50,6 +50,10 @@ pub(super) struct Engine<A: AttentionPort> {
     pub(super) launched: Option<Planned>,
     /// Set while the FFN cannot be used.
     pub(super) loss: Option<Loss>,
+    /// Set while the ranks of some shard are about to stop.
+    pub(super) leaving_since: Option<Instant>,
+    /// The FFN could be used once.
+    pub(super) was_ready: bool,
 }
 
 pub(super) struct Loss {
@@ -96,6 +100,8 @@ impl<A: AttentionPort> Engine<A> {
             last_decode: None,
             launched: None,
             loss: None,
+            leaving_since: None,
+            was_ready: false,
         }
     }
 

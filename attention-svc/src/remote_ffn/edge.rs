@@ -4,7 +4,7 @@
 //! born in the control task, crosses over once in [`EdgeEvent::Up`], and dies on whichever side notices first: the
 //! engine through [`Edge::abandon`], the control task through [`EdgeEvent::Down`].
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use afd_common::frame::RowType;
@@ -59,17 +59,29 @@ pub struct Life {
     /// Microseconds since `started`; 0 for never.
     moved_us: AtomicU64,
     lost_us: AtomicU64,
+    is_draining: AtomicBool,
 }
 
 impl Life {
     /// Of an edge that is new. `started` is some moment in the past.
     pub fn new(started: Instant) -> Self {
-        Self { started, moved_us: AtomicU64::new(0), lost_us: AtomicU64::new(0) }
+        let (moved_us, lost_us) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { started, moved_us, lost_us, is_draining: AtomicBool::new(false) }
     }
 
     /// It moved on.
     pub fn handle_moved(&self, now: Instant) {
         self.note(&self.moved_us, now);
+    }
+
+    /// It said that it is about to stop.
+    pub fn handle_draining(&self) {
+        self.is_draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it said so.
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
     }
 
     /// The engine gave it up.

@@ -137,6 +137,11 @@ impl<E: OfShard> Edges<E> {
         !self.cold.is_empty()
     }
 
+    /// Whether some shard has edges, and the rank of each of them is about to stop.
+    pub fn is_leaving(&self) -> bool {
+        self.shards.iter().any(|edges| !edges.is_empty() && edges.iter().all(OfShard::is_draining))
+    }
+
     /// Whether a shard has an edge.
     pub fn has(&self, shard: usize) -> bool {
         self.shards.get(shard).is_some_and(|edges| !edges.is_empty())
@@ -239,6 +244,19 @@ mod tests {
             assert!(edges.remove(EdgeId(then_lost)).is_some());
         }
         assert!(edges.choose(0).is_none());
+    }
+
+    #[test]
+    fn a_shard_is_left_when_the_last_of_its_ranks_that_stays_is_gone() {
+        let mut edges = Edges::new(0);
+        for (id, misgiving) in [(1, Misgiving::None), (2, Misgiving::Drains), (3, Misgiving::Drains)] {
+            assert!(edges.adopt(Named(id, Shard::WHOLE, misgiving)).is_ok());
+            assert!(!edges.is_leaving());
+        }
+        assert!(edges.remove(EdgeId(1)).is_some());
+        assert!(edges.is_leaving());
+        assert!(edges.remove(EdgeId(2)).is_some() && edges.remove(EdgeId(3)).is_some());
+        assert!(!edges.is_leaving(), "it is bereft");
     }
 
     #[test]

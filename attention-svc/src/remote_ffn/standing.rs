@@ -49,8 +49,24 @@ impl Standing<'_> {
         let missing = shards.filter_map(|shard| self.missing_for(shard).map(|gone| (shard, gone)));
         let each: Vec<_> =
             missing.map(|(shard, gone)| format!("shard {shard} has no rank, for {}", span(gone))).collect();
-        // Between a rank's return and the engine's taking it in.
-        if each.is_empty() { "every FFN shard has a rank again".into() } else { each.join(", ") }
+        if !each.is_empty() {
+            return each.join(", ");
+        }
+        let mut shards = (0..self.shard_count).filter_map(|index| Shard::new(index, self.shard_count));
+        match shards.find(|shard| self.only_drains(*shard)) {
+            Some(shard) => format!("shard {shard} has only ranks that are about to stop"),
+            // Between a rank's return and the engine's taking it in.
+            None => "every FFN shard has a rank again".into(),
+        }
+    }
+
+    /// Whether every rank of a shard that is up said that it is about to stop.
+    fn only_drains(&self, shard: Shard) -> bool {
+        let mut up = self.peers.iter().filter_map(|(_, peer)| match &peer.state {
+            PeerState::Up { shard: own, life, .. } if *own == shard => Some(life),
+            _ => None,
+        });
+        up.all(|life| life.is_draining())
     }
 
     /// For how long a shard has had no rank; `None` while it has one.
@@ -71,6 +87,7 @@ impl Standing<'_> {
         let ago = |at: Instant| span(self.now.saturating_duration_since(at));
         let _ = match (&peer.state, peer.served) {
             (PeerState::Up { shard, life, .. }, _) => match life.lost_at() {
+                None if life.is_draining() => write!(line, "is up, shard {shard}, and about to stop"),
                 None => write!(line, "is up, shard {shard}"),
                 Some(at) => write!(line, "was up, shard {shard}, and was lost {} ago", ago(at)),
             },

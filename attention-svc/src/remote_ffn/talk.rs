@@ -107,7 +107,9 @@ impl Talk<'_> {
                     peer = %self.peer, shard = %self.shard, remaining_ms = draining.remaining_ms,
                     "FFN rank is draining"
                 );
+                self.life.handle_draining();
                 self.shared.tell(EdgeEvent::Draining { id: self.id });
+                self.shared.changed.notify_waiters();
             }
             None => {}
         }

@@ -47,6 +47,8 @@ pub struct Scheduler {
     running: BTreeMap<SequenceId, Sequence>,
     deadlines: BTreeSet<(Instant, SequenceId)>,
     totals: SchedulerTotals,
+    /// Who has not run yet stays in the queue.
+    holds_new: bool,
 }
 
 /// Counts since the start.
@@ -70,6 +72,7 @@ impl Scheduler {
             running: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             totals: SchedulerTotals::default(),
+            holds_new: false,
         }
     }
 
@@ -147,6 +150,11 @@ impl Scheduler {
         }
         self.waiting.insert(new.id, Sequence::new(new));
         Ok(())
+    }
+
+    /// From now on sequences that have not run yet do not begin, or do again.
+    pub fn hold_new(&mut self, holds: bool) {
+        self.holds_new = holds;
     }
 
     /// Takes a sequence out, finished or not, and frees its blocks. `None` when there is no such sequence.
@@ -252,6 +260,9 @@ impl Scheduler {
         }
         let Some(mut entry) = self.waiting.first_entry() else { return false };
         let sequence = entry.get_mut();
+        if self.holds_new && !sequence.was_admitted {
+            return false;
+        }
         let keys = sequence.reusable_keys(&self.pool);
         let (num_queried, hits) = (keys.len() * self.pool.block_size(), self.pool.look_up(keys));
         // A little stays free for those that decode, or they would preempt the newcomer at once.

@@ -134,6 +134,8 @@ impl AttentionPort for ArithmeticAttention {
 #[derive(Default)]
 pub(super) struct Script {
     pub(super) unready: bool,
+    /// Its ranks are about to stop.
+    pub(super) leaving: bool,
     /// Answers to the coming combines, before they become right again.
     pub(super) faults: VecDeque<Option<FfnLoss>>,
     /// Every combine fails like this.
@@ -210,6 +212,10 @@ impl FfnPort for ArithmeticFfn {
 
     fn has_news(&self) -> bool {
         self.script.lock().unwrap().news
+    }
+
+    fn is_leaving(&self) -> bool {
+        self.script.lock().unwrap().leaving
     }
 
     fn idle(&mut self) {

@@ -94,3 +94,45 @@ fn the_death_of_the_thread_reaches_everybody() {
         assert!(!setup.handle.ready());
     }
 }
+
+#[test]
+fn what_runs_is_finished_with_ranks_that_are_about_to_stop_and_nothing_new_begins() {
+    let (waits, waiting) = std::sync::mpsc::channel();
+    let (go_on, told) = std::sync::mpsc::channel();
+    let limits = EngineConfig { ffn_loss_timeout: Duration::from_millis(200), ..config() };
+    let setup = start_with(limits, Script { wait: Some((waits, told)), ..Script::default() });
+    let (_, running) = submit(&setup, &[5; 6], 20);
+    waiting.recv_timeout(SOON).unwrap();
+    setup.script.lock().unwrap().leaving = true;
+    let (_, new) = submit(&setup, &[7; 6], 20);
+    go_on.send(()).unwrap();
+    assert_eq!(wait(running).tokens.len(), 20);
+    let error = wait(new).end.unwrap_err();
+    assert!(
+        matches!(&error, SequenceError::FfnUnavailable(why) if why.contains("--ffn-loss-timeout")),
+        "{error}"
+    );
+    let largest = |script: &Script| script.steps.iter().flatten().copied().max();
+    assert_eq!(largest(&setup.script.lock().unwrap()), Some(6), "it was in a step");
+    assert!(!setup.handle.ready());
+    // Another rank has come: everything begins again.
+    setup.script.lock().unwrap().leaving = false;
+    setup.bell.ring();
+    assert_eq!(wait(submit(&setup, &[7; 6], 20).1).tokens.len(), 20);
+    stop(setup);
+}
+
+#[test]
+fn who_comes_when_the_ffn_has_been_missing_too_long_is_told_at_once() {
+    let setup =
+        start_with(EngineConfig { ffn_loss_timeout: Duration::from_secs(2), ..config() }, Script::default());
+    assert_eq!(wait(submit(&setup, &[5; 6], 3).1).tokens.len(), 3);
+    setup.script.lock().unwrap().unready = true;
+    setup.bell.ring();
+    assert!(wait(submit(&setup, &[5; 6], 3).1).end.is_err());
+    let begun = Instant::now();
+    let error = wait(submit(&setup, &[5; 6], 3).1).end.unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(1), "it waited {:?}", begun.elapsed());
+    assert!(error.to_string().contains("have been missing for"), "{error}");
+    stop(setup);
+}

@@ -22,6 +22,7 @@ impl RemoteFfn {
                     if let Some(edge) = self.edges.iter_mut().find(|edge| edge.id == id) {
                         edge.draining = true;
                     }
+                    self.note_readiness();
                 }
             }
         }
@@ -78,9 +79,13 @@ impl RemoteFfn {
         }
         if let Some(edge) = self.edges.remove(id) {
             let replays = self.hops.table.handle_loss(id);
-            self.stats.handle_loss(replays);
             self.stats.links.handle_down(edge.link.as_ref());
-            tracing::warn!(peer = %edge.peer, shard = %edge.shard, replays, why, "FFN rank lost");
+            if edge.draining && replays == 0 {
+                tracing::info!(peer = %edge.peer, shard = %edge.shard, why, "FFN rank has left, as it said it would");
+            } else {
+                self.stats.handle_loss(replays);
+                tracing::warn!(peer = %edge.peer, shard = %edge.shard, replays, why, "FFN rank lost");
+            }
             edge.abandon(why, self.clock.now());
             self.note_readiness();
         }
@@ -88,13 +93,21 @@ impl RemoteFfn {
 
     pub(super) fn note_readiness(&mut self) {
         let ready = self.is_complete();
-        self.stats.set_ready(ready);
+        self.stats.set_ready(ready && !self.is_leaving());
         self.bereft_since = if ready { None } else { self.bereft_since.or_else(|| Some(self.clock.now())) };
     }
 
     /// Whether every shard has a rank, all by links of one sort.
     pub(super) fn is_complete(&self) -> bool {
         self.edges.is_complete() || self.by_stream()
+    }
+
+    /// Whether what is begun now might not be finished: the ranks that serve some shard are about to stop.
+    pub(super) fn is_leaving(&self) -> bool {
+        match self.streams.as_ref().filter(|_| self.by_stream()) {
+            Some(streams) => streams.is_leaving(),
+            None => self.edges.is_leaving(),
+        }
     }
 
     pub(super) fn streams(&mut self) -> Result<&mut Streams, FfnLoss> {

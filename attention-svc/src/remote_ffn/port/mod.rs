@@ -291,6 +291,10 @@ impl FfnPort for RemoteFfn {
         !self.events.is_empty()
     }
 
+    fn is_leaving(&self) -> bool {
+        self.is_leaving()
+    }
+
     fn standing(&self) -> String {
         (self.standing)()
     }

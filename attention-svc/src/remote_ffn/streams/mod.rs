@@ -105,8 +105,12 @@ impl Streams {
     /// Whether it was one of these edges.
     pub(super) fn handle_down(&mut self, id: EdgeId, why: &str, stats: &FfnStats, now: Instant) -> bool {
         let Some(edge) = self.edges.remove(id) else { return false };
-        stats.handle_loss(0);
-        tracing::warn!(peer = %edge.peer, shard = %edge.shard, why, "FFN rank lost");
+        if edge.draining && self.step.is_none() {
+            tracing::info!(peer = %edge.peer, shard = %edge.shard, why, "FFN rank has left, as it said it would");
+        } else {
+            stats.handle_loss(0);
+            tracing::warn!(peer = %edge.peer, shard = %edge.shard, why, "FFN rank lost");
+        }
         give_up(edge, why, stats, now);
         self.choose();
         true
@@ -132,6 +136,11 @@ impl Streams {
     /// Whether every shard has an edge.
     pub(super) fn is_complete(&self) -> bool {
         !self.chosen.is_empty()
+    }
+
+    /// Whether the ranks that serve some shard are about to stop.
+    pub(super) fn is_leaving(&self) -> bool {
+        self.edges.is_leaving()
     }
 
     /// Shards that these edges know of.
