@@ -12,6 +12,7 @@ mod measured;
 mod membership;
 mod network;
 mod pair;
+mod peers;
 mod phases;
 mod plans;
 mod probe;

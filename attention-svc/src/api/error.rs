@@ -11,6 +11,7 @@ use tonic::Code;
 use tonic_types::{ErrorDetails, StatusExt};
 
 use super::validate::FieldError;
+use crate::membership::peers::PeerName;
 use crate::request::SequenceError;
 use crate::text::TextError;
 
@@ -68,6 +69,14 @@ pub enum ApiError {
     /// `request_id` names a request that is running.
     #[error("request_id: a request named `{0}` is running")]
     Duplicate(String),
+    /// The attention rank that served the request for this one is gone.
+    #[error("attention rank {peer}, which served this request (--peers), is lost: {why}")]
+    PeerLost {
+        /// Which.
+        peer: PeerName,
+        /// What was seen.
+        why: String,
+    },
     /// The engine ended or refused the sequence.
     #[error(transparent)]
     Sequence(#[from] SequenceError),
@@ -137,6 +146,10 @@ impl ApiError {
             Self::Duplicate(_) => {
                 kind(StatusCode::CONFLICT, Code::AlreadyExists, invalid, "duplicate_request_id")
             }
+            Self::PeerLost { .. } => Kind {
+                retry_after: second,
+                ..kind(StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable, "server_error", "peer_lost")
+            },
             Self::Sequence(SequenceError::QueueFull { .. }) => Kind {
                 retry_after: second,
                 ..kind(

@@ -11,6 +11,7 @@ pub(super) struct ApiMetrics {
     finished: IntCounterVec,
     failed: IntCounterVec,
     pub(super) rejected: IntCounter,
+    forwarded: IntCounterVec,
     prompt_tokens: IntCounter,
     generation_tokens: IntCounter,
     time_to_first_token: Histogram,
@@ -33,6 +34,11 @@ impl ApiMetrics {
             )?,
             rejected: metrics
                 .counter("afd_requests_rejected_total", "Sequences that the engine did not take.")?,
+            forwarded: metrics.counters(
+                "afd_requests_forwarded_total",
+                "Requests forwarded to other attention ranks that were answered, redone here, or lost in mid-answer.",
+                &["outcome"],
+            )?,
             prompt_tokens: metrics
                 .counter("vllm:prompt_tokens_total", "Prompt tokens of finished sequences.")?,
             generation_tokens: metrics
@@ -57,8 +63,11 @@ impl ApiMetrics {
         for reason in ["stop", "length", "cancelled"] {
             counts.finished.with_label_values(&[reason]);
         }
-        for code in ["internal_error", "ffn_unavailable", "deadline_exceeded", "shutting_down"] {
+        for code in ["internal_error", "ffn_unavailable", "deadline_exceeded", "shutting_down", "peer_lost"] {
             counts.failed.with_label_values(&[code]);
+        }
+        for outcome in ["answered", "redone", "lost"] {
+            counts.forwarded.with_label_values(&[outcome]);
         }
         Ok(counts)
     }
@@ -71,6 +80,11 @@ impl ApiMetrics {
     /// A running request failed.
     pub(super) fn failed(&self, code: &str) {
         self.failed.with_label_values(&[code]).inc();
+    }
+
+    /// A request that was forwarded has ended there, or is served here.
+    pub(super) fn forwarded(&self, outcome: &str) {
+        self.forwarded.with_label_values(&[outcome]).inc();
     }
 
     /// A token came so long after the last one, or after the request when it is the first.

@@ -1,12 +1,17 @@
 //! Where the process is reached, by whom, and where the other attention ranks are.
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use afd_common::config::option::{OptionError, addresses, client_tls, own_certificate, refuse};
 use afd_common::net::tls::ClientTls;
 use afd_common::net::{Access, Gate, TlsFiles};
+use afd_common::spelling::span;
 
 use super::ServeArgs;
+
+/// Peers are asked a few times a second: a shorter silence is none.
+const LEAST_PEER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Where the process is reached.
 #[derive(Clone, Debug)]
@@ -28,6 +33,8 @@ pub struct PeersConfig {
     pub names: Vec<String>,
     /// They are dialled in the clear without.
     pub tls: Option<ClientTls>,
+    /// Silence after which one of them is lost.
+    pub timeout: Duration,
 }
 
 impl AddressConfig {
@@ -58,7 +65,12 @@ impl PeersConfig {
         let names = args.peers.clone().unwrap_or_default();
         addresses("--peers", &names)?;
         let (ca, identity) = (args.peers_tls_ca.as_deref(), own_certificate(&tls_files(args))?);
-        Ok(Self { names, tls: client_tls("--peers-tls-ca", ca, identity)? })
+        let timeout = args.peer_timeout.map_or(Duration::from_secs(5), |span| span.0);
+        if timeout < LEAST_PEER_TIMEOUT {
+            let what = format!("is {}; expected at least {}", span(timeout), span(LEAST_PEER_TIMEOUT));
+            return refuse("--peer-timeout", what);
+        }
+        Ok(Self { names, tls: client_tls("--peers-tls-ca", ca, identity)?, timeout })
     }
 }
 

@@ -189,6 +189,10 @@ pub struct ServeArgs {
     /// Time for a lost FFN rank to be replaced before its requests fail [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub ffn_loss_timeout: Option<Span>,
+    /// Time without a word from another attention rank after which it is lost: what was forwarded to it is served here, or
+    /// ends with an error where its answer has begun [default: 5s]
+    #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
+    pub peer_timeout: Option<Span>,
     /// Time for running requests when the process is told to end (SIGTERM) [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub drain_timeout: Option<Span>,

@@ -12,6 +12,7 @@ use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
 pub mod announced;
+mod lease;
 pub mod peers;
 
 use crate::api::{FfnPeers, Readiness};

@@ -1,24 +1,36 @@
 //! The other attention ranks of the deployment (`--peers`): how busy each is, asked a few times a second, and which of them
-//! should serve the next request.
+//! should serve the next request. One that does not answer is not chosen; one that says nothing for `--peer-timeout` is
+//! lost, and with it whatever it serves for this rank ([`Chosen::lost`]).
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_common::net::client;
 use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::membership_service_client::MembershipServiceClient;
+use afd_common::spelling::span;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 
+use super::lease::Lease;
+
+#[cfg(test)]
+mod tests;
+
 const ASK_EVERY: Duration = Duration::from_millis(200);
-/// For connecting to a peer and for its answer.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// Rounds of asking between two resolutions of the names.
-const RESOLVE_ROUNDS: u32 = 25;
+/// For connecting to a peer, and for its answer before others are preferred.
+pub const PATIENCE: Duration = Duration::from_secs(1);
+const RESOLVE_EVERY: Duration = Duration::from_secs(5);
+/// A tick that is later than this says that this process stood still.
+const LATE_TICK: Duration = Duration::from_secs(1);
 
 /// What stays the same.
 #[derive(Clone, Debug, Default)]
@@ -29,6 +41,8 @@ pub struct PeerSettings {
     pub tls: Option<ClientTls>,
     /// `Bearer TOKEN`, where joining is guarded.
     pub token: Option<MetadataValue<Ascii>>,
+    /// Silence after which a peer is lost.
+    pub timeout: Duration,
     /// This process.
     pub identity: v1::Identity,
     /// Of what is served.
@@ -46,9 +60,21 @@ pub struct Peers {
 /// A peer that may be forwarded to.
 struct Peer {
     host: String,
-    /// Requests that it serves: what it last said, and what has been forwarded to it or come back since.
-    num_requests: Arc<AtomicU32>,
+    /// Of who answered last.
+    rank: u32,
+    load: Arc<Load>,
     state: State,
+    lease: Lease,
+    asking: Option<AbortHandle>,
+}
+
+/// Requests of a peer.
+#[derive(Debug, Default)]
+struct Load {
+    /// That it serves: what it last said, and what has been forwarded to it or come back since.
+    all: AtomicU32,
+    /// That it serves for this rank.
+    forwarded: AtomicU32,
 }
 
 enum State {
@@ -56,11 +82,18 @@ enum State {
     Away(String),
     Here {
         channel: Channel,
-        rank: u32,
         ready: bool,
     },
     /// It is this process.
     Own,
+}
+
+/// What a peer says when it is asked.
+struct Listed {
+    state: State,
+    rank: u32,
+    incarnation: u64,
+    num_requests: u32,
 }
 
 /// A request that this rank serves itself; dropped at its end.
@@ -73,24 +106,40 @@ impl Drop for Serving {
 }
 
 /// A request that a peer serves for this rank; dropped at its end.
-pub struct Forwarded(Arc<AtomicU32>);
+pub struct Forwarded(Arc<Load>);
 
 impl Drop for Forwarded {
     fn drop(&mut self) {
+        self.0.forwarded.fetch_sub(1, Ordering::AcqRel);
         // The peer may have said in the meantime that it is gone.
         let one_less = |num_requests: u32| num_requests.checked_sub(1);
-        let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+        let _ = self.0.all.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+    }
+}
+
+/// Who serves a forwarded request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerName {
+    /// Its rank.
+    pub rank: u32,
+    /// Where it is.
+    pub address: SocketAddr,
+}
+
+impl fmt::Display for PeerName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "A{} at {}", self.rank, self.address)
     }
 }
 
 /// Where a request goes.
 pub struct Chosen {
     /// Which peer.
-    pub address: SocketAddr,
-    /// Its rank.
-    pub rank: u32,
+    pub peer: PeerName,
     /// The way to it.
     pub channel: Channel,
+    /// Cancelled when the peer is lost.
+    pub lost: CancellationToken,
     /// To be kept until the request's end.
     pub forwarded: Forwarded,
 }
@@ -122,28 +171,39 @@ impl Peers {
         &self.settings.identity
     }
 
+    /// What is said of a peer that is lost by its silence.
+    pub fn silence(&self) -> String {
+        format!("it said nothing for {} (--peer-timeout)", span(self.settings.timeout))
+    }
+
     /// The peer that should serve the next request, if this rank should not; it counts as one more there until its end.
     pub fn choose(&self, own_ready: bool) -> Option<Chosen> {
         let known = self.lock();
         let ready = known.iter().filter_map(|(address, peer)| match &peer.state {
-            State::Here { channel, rank, ready: true } => Some((address, channel, *rank, &peer.num_requests)),
+            State::Here { channel, ready: true } => Some((address, channel, peer)),
             _ => None,
         });
-        let (address, channel, rank, num_requests) =
-            ready.min_by_key(|(.., num_requests)| num_requests.load(Ordering::Acquire))?;
+        let (address, channel, peer) =
+            ready.min_by_key(|(.., peer)| peer.load.all.load(Ordering::Acquire))?;
         let own = if own_ready { self.num_local() } else { u32::MAX };
-        if num_requests.load(Ordering::Acquire) >= own {
+        if peer.load.all.load(Ordering::Acquire) >= own {
             return None;
         }
-        num_requests.fetch_add(1, Ordering::AcqRel);
-        let forwarded = Forwarded(Arc::clone(num_requests));
-        Some(Chosen { address: *address, rank, channel: channel.clone(), forwarded })
+        peer.load.all.fetch_add(1, Ordering::AcqRel);
+        peer.load.forwarded.fetch_add(1, Ordering::AcqRel);
+        let forwarded = Forwarded(Arc::clone(&peer.load));
+        let (peer, lost) = (PeerName { rank: peer.rank, address: *address }, peer.lease.lost());
+        Some(Chosen { peer, channel: channel.clone(), lost, forwarded })
     }
 
-    /// A forwarded request did not get through: the peer is away until it has been asked again.
-    pub fn handle_failure(&self, address: SocketAddr, why: &str) {
-        if let Some(peer) = self.lock().get_mut(&address) {
-            tracing::warn!(peer = %address, why, "a request could not be forwarded");
+    /// A forwarded request did not get through, or its answer broke off: the peer is away until it has been asked again.
+    /// Logged once until it answers, whatever the number of requests.
+    pub fn handle_failure(&self, name: PeerName, what: &str, why: &str) {
+        if let Some(peer) = self.lock().get_mut(&name.address) {
+            if peer.lease.is_news() {
+                let requests = peer.load.forwarded.load(Ordering::Acquire);
+                tracing::warn!(peer = %name, why, requests, "{what}");
+            }
             peer.state = State::Away(why.to_owned());
         }
     }
@@ -166,26 +226,58 @@ impl Peers {
 
     /// Asks everybody, again and again, until `stop`.
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
-        let asking = async {
-            for round in 0u32.. {
-                if round % RESOLVE_ROUNDS == 0 {
-                    self.resolve().await;
+        let finding = async {
+            // Who is asked on its own holds nobody else up. Dropped at the end, and they end with it.
+            let mut asking = JoinSet::new();
+            loop {
+                for address in self.resolve().await {
+                    let asked = asking.spawn(Arc::clone(&self).keep_asking(address));
+                    if let Some(peer) = self.lock().get_mut(&address) {
+                        peer.asking = Some(asked);
+                    }
                 }
-                let all: Vec<_> = self.lock().keys().copied().collect();
-                futures::future::join_all(all.into_iter().map(|address| self.ask(address))).await;
-                tokio::time::sleep(ASK_EVERY).await;
+                while asking.try_join_next().is_some() {}
+                tokio::time::sleep(RESOLVE_EVERY).await;
             }
         };
         tokio::select! {
-            () = asking => {}
+            () = finding => {}
+            () = self.keep_watching() => {}
             () = stop.cancelled() => {}
         }
     }
 
-    async fn resolve(&self) {
+    /// Gives up who says nothing, in time.
+    async fn keep_watching(&self) {
+        let mut last = Instant::now();
+        loop {
+            tokio::time::sleep(ASK_EVERY).await;
+            let now = Instant::now();
+            self.handle_tick(last, now);
+            last = now;
+        }
+    }
+
+    /// Gives up who has said nothing for too long, `last` being the tick before this one.
+    fn handle_tick(&self, last: Instant, now: Instant) {
+        let pause = now.saturating_duration_since(last);
+        for (address, peer) in &mut *self.lock() {
+            if pause >= LATE_TICK {
+                peer.lease.handle_pause(pause);
+            }
+            let requests = peer.load.forwarded.load(Ordering::Acquire);
+            if peer.lease.check(self.settings.timeout, now) && requests > 0 && peer.lease.is_news() {
+                let (peer, why) = (PeerName { rank: peer.rank, address: *address }, self.silence());
+                tracing::warn!(%peer, why, requests, "attention rank lost, with requests that it serves");
+            }
+        }
+    }
+
+    /// Looks the names up. Returns addresses that are new.
+    async fn resolve(&self) -> Vec<SocketAddr> {
         let mut found = BTreeMap::new();
         for name in &self.settings.names {
-            let resolved = tokio::time::timeout(PATIENCE, tokio::net::lookup_host(name.as_str())).await;
+            let resolved = timeout(PATIENCE, tokio::net::lookup_host(name.as_str())).await;
             let Ok(Ok(addresses)) = resolved else {
                 tracing::debug!(name, "a name of --peers cannot be resolved");
                 continue;
@@ -194,42 +286,62 @@ impl Peers {
             found.extend(addresses.map(|address| (address, host.to_owned())));
         }
         let mut known = self.lock();
-        known.retain(|address, _| found.contains_key(address));
-        for (address, host) in found {
-            known.entry(address).or_insert_with(|| Peer {
-                host,
-                num_requests: Arc::default(),
-                state: State::Away(String::new()),
-            });
+        known.retain(|address, peer| {
+            // One that still serves something has to be heard.
+            let stays = found.contains_key(address) || peer.load.forwarded.load(Ordering::Acquire) > 0;
+            if let (false, Some(asking)) = (stays, &peer.asking) {
+                asking.abort();
+            }
+            stays
+        });
+        found.retain(|address, _| !known.contains_key(address));
+        known.extend(found.iter().map(|(address, host)| (*address, Peer::unknown(host.clone()))));
+        found.into_keys().collect()
+    }
+
+    /// Until the address turns out to be this process's own, or is known no more.
+    async fn keep_asking(self: Arc<Self>, address: SocketAddr) {
+        loop {
+            let (host, channel) = match self.lock().get(&address) {
+                Some(Peer { state: State::Own, .. }) | None => return,
+                Some(Peer { state: State::Here { channel, .. }, host, .. }) => {
+                    (host.clone(), Some(channel.clone()))
+                }
+                Some(Peer { state: State::Away(_), host, .. }) => (host.clone(), None),
+            };
+            let mut listed = pin!(self.listed(address, &host, channel));
+            match timeout(PATIENCE, &mut listed).await {
+                Ok(listed) => self.handle_listed(address, listed),
+                Err(_) => {
+                    self.handle_listed(address, Err(format!("no answer within {}", span(PATIENCE))));
+                    // A late answer is one: it keeps what the peer serves alive.
+                    if let Ok(listed) = timeout(self.settings.timeout, listed).await {
+                        self.handle_listed(address, listed);
+                    }
+                }
+            }
+            tokio::time::sleep(ASK_EVERY).await;
         }
     }
 
-    async fn ask(&self, address: SocketAddr) {
-        let (host, channel) = match self.lock().get(&address) {
-            Some(Peer { state: State::Own, .. }) | None => return,
-            Some(Peer { state: State::Here { channel, .. }, host, .. }) => {
-                (host.clone(), Some(channel.clone()))
-            }
-            Some(Peer { state: State::Away(_), host, .. }) => (host.clone(), None),
-        };
-        let answered = tokio::time::timeout(PATIENCE, self.listed(address, &host, channel)).await;
-        let state = answered.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}")));
+    fn handle_listed(&self, address: SocketAddr, listed: Result<Listed, String>) {
         let mut known = self.lock();
         let Some(peer) = known.get_mut(&address) else { return };
-        match (&peer.state, &state) {
+        match (&peer.state, &listed) {
             (State::Away(before), Err(why)) if before == why => {}
             (_, Err(why)) => tracing::info!(peer = %address, why, "no attention rank to forward to"),
-            (State::Away(_), Ok((State::Here { rank, .. }, _))) => {
+            (State::Away(_), Ok(Listed { state: State::Here { .. }, rank, .. })) => {
                 tracing::info!(peer = %address, rank, "requests may be forwarded to this attention rank");
             }
             _ => {}
         }
-        peer.state = match state {
-            Ok((state, num_requests)) => {
-                peer.num_requests.store(num_requests, Ordering::Release);
-                state
+        (peer.rank, peer.state) = match listed {
+            Ok(Listed { rank, state, incarnation, num_requests }) => {
+                peer.load.all.store(num_requests, Ordering::Release);
+                peer.lease.handle_answer(incarnation, Instant::now());
+                (rank, state)
             }
-            Err(why) => State::Away(why),
+            Err(why) => (peer.rank, State::Away(why)),
         };
     }
 
@@ -239,7 +351,7 @@ impl Peers {
         address: SocketAddr,
         host: &str,
         channel: Option<Channel>,
-    ) -> Result<(State, u32), String> {
+    ) -> Result<Listed, String> {
         let settings = &self.settings;
         let channel = match channel {
             Some(channel) => channel,
@@ -256,8 +368,9 @@ impl Peers {
         let answer = MembershipServiceClient::new(channel.clone()).list_peers(request).await;
         let answer = answer.map_err(|status| client::words(&status))?.into_inner();
         let identity = answer.identity.unwrap_or_default();
+        let (rank, incarnation) = (identity.rank, identity.incarnation);
         if identity == settings.identity {
-            return Ok((State::Own, 0));
+            return Ok(Listed { state: State::Own, rank, incarnation, num_requests: 0 });
         }
         for (field, own, other) in [
             ("identity.deployment", &settings.identity.deployment, &identity.deployment),
@@ -267,8 +380,8 @@ impl Peers {
                 return Err(format!("`{field}` differs: {own} here, {other} there (--peers)"));
             }
         }
-        let state = State::Here { channel, rank: identity.rank, ready: answer.ready };
-        Ok((state, answer.num_requests))
+        let state = State::Here { channel, ready: answer.ready };
+        Ok(Listed { state, rank, incarnation, num_requests: answer.num_requests })
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<SocketAddr, Peer>> {
@@ -276,64 +389,9 @@ impl Peers {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use tonic::transport::Endpoint;
-
-    use super::*;
-
-    fn here(ready: bool, num_requests: u32) -> Peer {
-        let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
-        let state = State::Here { channel, rank: 0, ready };
-        Peer { host: "h".into(), num_requests: Arc::new(num_requests.into()), state }
-    }
-
-    fn peers(all: Vec<Peer>) -> Peers {
-        let peers = Peers::new(PeerSettings::default());
-        let address = |n: usize| SocketAddr::from(([10, 0, 0, 1], n as u16));
-        peers.lock().extend(all.into_iter().enumerate().map(|(n, peer)| (address(n), peer)));
-        peers
-    }
-
-    fn port(chosen: &Option<Chosen>) -> Option<u16> {
-        chosen.as_ref().map(|chosen| chosen.address.port())
-    }
-
-    #[tokio::test]
-    async fn the_least_loaded_rank_serves_and_this_one_when_it_is_a_tie() {
-        let peers = peers(vec![here(true, 1), here(true, 0), here(false, 0)]);
-        assert_eq!(port(&peers.choose(true)), None, "nothing runs here");
-        let serving = (peers.serve(), peers.serve());
-        let forwarded = [(); 4].map(|()| peers.choose(true));
-        assert_eq!(
-            forwarded.each_ref().map(port),
-            [Some(1), Some(0), Some(1), None],
-            "a forwarded one counts there at once, until there are two everywhere"
-        );
-        drop(serving);
-        assert_eq!(peers.num_local(), 0);
-    }
-
-    #[tokio::test]
-    async fn a_forwarded_request_that_has_ended_counts_no_more() {
-        let peers = peers(vec![here(true, 0)]);
-        let _serving = peers.serve();
-        let first = peers.choose(true);
-        assert_eq!((port(&first), port(&peers.choose(true))), (Some(0), None));
-        drop(first);
-        let next = peers.choose(true);
-        assert_eq!(port(&next), Some(0), "without the peer having been asked again");
-        // Asked in the meantime, it did not have the request any more.
-        peers.lock().values().for_each(|peer| peer.num_requests.store(0, Ordering::Release));
-        drop(next);
-        assert_eq!(port(&peers.choose(true)), Some(0));
-    }
-
-    #[tokio::test]
-    async fn a_rank_without_ffn_forwards_whatever_it_can() {
-        let peers = peers(vec![here(true, 9)]);
-        assert_eq!(port(&peers.choose(false)), Some(0));
-        peers.handle_failure(SocketAddr::from(([10, 0, 0, 1], 0)), "gone");
-        assert_eq!(port(&peers.choose(false)), None);
+impl Peer {
+    fn unknown(host: String) -> Self {
+        let lease = Lease::new(Instant::now());
+        Self { host, rank: 0, load: Arc::default(), state: State::Away(String::new()), lease, asking: None }
     }
 }

@@ -343,6 +343,6 @@ fn peers(config: &ServeConfig, identity: v1::Identity, fingerprint: String) -> P
     let token = format!("Bearer {}", config.ffn.join_token);
     // One that no header can carry is shown to nobody, and whoever asks for one says so.
     let token = token.parse().ok().filter(|_| !config.ffn.join_token.is_empty());
-    let PeersConfig { names, tls } = config.peers.clone();
-    Peers::new(PeerSettings { names, tls, token, identity, fingerprint })
+    let PeersConfig { names, tls, timeout } = config.peers.clone();
+    Peers::new(PeerSettings { names, tls, token, timeout, identity, fingerprint })
 }

@@ -15,6 +15,7 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::error::ApiError;
+use super::forward::Arrived;
 use super::generation::{Generation, Update};
 use super::openai::chat::check_role;
 use super::plan::{Incoming, Plan};
@@ -58,7 +59,7 @@ impl InferenceService for Face {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let arrived = Instant::now();
+        let arrived = Arrived::of(request.extensions());
         let deadline = timeout(request.metadata()).map_err(ApiError::from)?.map(|timeout| arrived + timeout);
         let headers = request.metadata().clone().into_headers();
         let plan = plan(&self.api, request.into_inner(), deadline, Incoming::read(&headers))?;

@@ -7,6 +7,7 @@ use axum::extract::Request;
 use http::HeaderMap;
 
 use super::error::ApiError;
+use super::forward::Arrived;
 use super::json::Fields;
 use super::plan::Incoming;
 use super::validate::FieldError;
@@ -19,7 +20,7 @@ mod frame;
 mod logprobs;
 pub(super) mod models;
 mod respond;
-mod sse;
+pub(super) mod sse;
 pub(super) mod tokenize;
 mod unary;
 
@@ -35,8 +36,8 @@ struct Received {
 
 /// Reads a request's headers and body.
 async fn receive(api: &Api, request: Request) -> Result<Received, ApiError> {
-    let arrived = Instant::now();
     let (head, body): (_, Body) = request.into_parts();
+    let arrived = Arrived::of(&head.extensions);
     let deadline = timeout(&head.headers)?.map(|timeout| arrived + timeout);
     let bytes = body::read(&head.headers, body, api.limits.max_body_bytes).await?;
     let fields = Fields::parse(&bytes)?;

@@ -59,7 +59,7 @@ impl<W: Writer> Streaming<W> {
                 Some(Ok(update)) => self.ready.extend(self.writer.chunks(update).iter().map(event)),
                 Some(Err(error)) => {
                     self.ended = true;
-                    self.ready.push_back(format!("event: error\ndata: {}\n\n", error.body()).into());
+                    self.ready.push_back(error_event(&error));
                 }
                 None => {
                     self.ended = true;
@@ -73,4 +73,9 @@ impl<W: Writer> Streaming<W> {
 
 fn event(value: &Value) -> Bytes {
     format!("data: {value}\n\n").into()
+}
+
+/// The last event of a stream that fails.
+pub(in super::super) fn error_event(error: &ApiError) -> Bytes {
+    format!("event: error\ndata: {}\n\n", error.body()).into()
 }

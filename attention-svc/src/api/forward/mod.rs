@@ -1,8 +1,15 @@
 //! Any attention rank is an address for all: a generation request goes to the least loaded rank of the deployment, whole and
 //! as it came, and its answer comes back as it is made, events and trailers included. A client that goes away is gone
 //! for the rank that serves it too. What was forwarded once is not forwarded again.
+//!
+//! When the rank that serves a request is lost (its connection breaks, or it says nothing for `--peer-timeout`), a request
+//! without an answer is served here, from its beginning. An answer that has begun cannot be made again: its client has
+//! read a part of it, and another rank need not choose the same tokens. It ends with an error that names that rank
+//! ([`relay`]).
 use std::sync::Arc;
+use std::time::Instant;
 
+use afd_common::net::client;
 use afd_common::net::{BodyTimeout, Watched};
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
@@ -15,9 +22,13 @@ use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use tonic::transport::Channel;
 use tower::ServiceExt;
 
+mod pieces;
+mod relay;
+
 use super::Api;
 use super::error::ApiError;
-use crate::membership::peers::Chosen;
+use crate::membership::peers::{Chosen, PATIENCE};
+use relay::{Relay, unavailable};
 
 /// Says, on a forwarded request, which rank took it in, and on its answer, which one served it.
 const FORWARDED_NAME: &str = "x-afd-forwarded";
@@ -31,6 +42,17 @@ const HOP_BY_HOP: [HeaderName; 6] = [
     header::UPGRADE,
     HeaderName::from_static("keep-alive"),
 ];
+
+/// When a request came that was to be served elsewhere first: its deadline runs from there.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Arrived(Instant);
+
+impl Arrived {
+    /// When a request with these extensions came.
+    pub(super) fn of(extensions: &http::Extensions) -> Instant {
+        extensions.get().map_or_else(Instant::now, |Self(arrived)| *arrived)
+    }
+}
 
 /// Whether a path generates, which is what may be done elsewhere.
 fn generates(path: &str) -> bool {
@@ -60,26 +82,46 @@ async fn serve(api: &Api, request: Request, next: Next) -> Response {
     next.run(request).await.map(|body| Body::new(Watched::new(body, serving)))
 }
 
-async fn forward(api: &Api, chosen: Chosen, request: Request, next: Next) -> Response {
-    let (head, body) = request.into_parts();
+async fn forward(api: &Arc<Api>, chosen: Chosen, request: Request, next: Next) -> Response {
+    let arrived = Arrived(Instant::now());
+    let (mut head, body) = request.into_parts();
     let body = match whole(body, api.limits.max_body_bytes).await {
         Ok(body) => body,
         Err(error) if is_grpc(&head.headers) => return tonic::Status::from(error).into_http(),
         Err(error) => return error.into_response(),
     };
-    let Chosen { address, rank, channel, forwarded } = chosen;
-    match send(api, channel, &head, body.clone()).await {
-        Ok(mut answer) => {
-            HOP_BY_HOP.iter().for_each(|name| drop(answer.headers_mut().remove(name)));
-            answer.headers_mut().insert(FORWARDED, HeaderValue::from(rank));
-            answer.map(|body| Body::new(Watched::new(Body::new(body), forwarded)))
-        }
-        // Nothing of an answer has come: the request can still be served here.
+    let peer = chosen.peer;
+    match answer(api, chosen, &head, body.clone()).await {
+        Ok(answer) => answer,
         Err(why) => {
-            api.peers.handle_failure(address, &why);
+            api.peers.handle_failure(peer, "a request that was forwarded is served here", &why);
+            api.counts.forwarded("redone");
+            head.extensions.insert(arrived);
             serve(api, Request::from_parts(head, Body::from(body)), next).await
         }
     }
+}
+
+/// What a peer answers, once something has come that can be passed on.
+///
+/// # Errors
+/// Why nothing has: the request can be served here.
+async fn answer(
+    api: &Arc<Api>,
+    chosen: Chosen,
+    head: &http::request::Parts,
+    body: Bytes,
+) -> Result<Response, String> {
+    let Chosen { peer, channel, lost, forwarded } = chosen;
+    let sent = tokio::select! {
+        sent = send(api, channel, head, body) => sent?,
+        () = lost.cancelled() => return Err(api.peers.silence()),
+    };
+    let (mut head, body) = sent.into_parts();
+    HOP_BY_HOP.iter().for_each(|name| drop(head.headers.remove(name)));
+    head.headers.insert(FORWARDED, HeaderValue::from(peer.rank));
+    let relay = Relay::new(Arc::clone(api), peer, (&head.headers, body), lost, forwarded).begun().await?;
+    Ok(Response::from_parts(head, relay.into_body()))
 }
 
 async fn send(
@@ -94,10 +136,12 @@ async fn send(
     *request.headers_mut() = head.headers.clone();
     HOP_BY_HOP.iter().for_each(|name| drop(request.headers_mut().remove(name)));
     request.headers_mut().insert(FORWARDED, HeaderValue::from(api.peers.identity().rank));
-    let answer = channel.oneshot(request).await.map_err(|error| error.to_string())?;
-    match answer.status() {
-        // It is about to stop, or has lost its FFN since it was asked.
-        StatusCode::SERVICE_UNAVAILABLE => Err("it answered with 503".into()),
+    let answer = channel.oneshot(request).await;
+    let answer = answer.map_err(|error| client::words(&tonic::Status::from_error(error.into())))?;
+    // It is about to stop, or has lost its FFN since it was asked.
+    match (answer.status(), unavailable(answer.headers())) {
+        (StatusCode::SERVICE_UNAVAILABLE, _) => Err("it answered with 503".into()),
+        (_, Some(why)) => Err(why),
         _ => Ok(answer),
     }
 }
@@ -128,8 +172,10 @@ pub(super) async fn abort_elsewhere(api: &Api, request: tonic::Request<v1::Abort
     for channel in api.peers.channels() {
         let mut asked = tonic::Request::new(request.clone());
         *asked.metadata_mut() = metadata.clone();
-        let answer = InferenceServiceClient::new(channel).abort(asked).await;
-        if answer.is_ok_and(|answer| answer.into_inner().aborted) {
+        let answer = tokio::time::timeout(PATIENCE, InferenceServiceClient::new(channel).abort(asked)).await;
+        if let Ok(Ok(answer)) = answer
+            && answer.get_ref().aborted
+        {
             return true;
         }
     }

@@ -1,0 +1,139 @@
+//! Attention ranks that forward to each other (`--peers`), when the one that serves a request is lost.
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use afd_tests::fixtures;
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
+use anyhow::{Context, anyhow, ensure};
+use reqwest::Response;
+use serde_json::{Value, json};
+
+use crate::story::MODEL;
+
+const LIMIT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Header of an answer that another rank made.
+const FORWARDED: &str = "x-afd-forwarded";
+
+/// A0 by itself, with an FFN so slow that streams last, and A1, which forwards to it and is the one that is asked.
+async fn pair(folder: &Path) -> anyhow::Result<(Deployment, Process)> {
+    let ffn = Ffn::Remote { shards: 1, replicas: 1 };
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ffn).ffn_args(&["--inject-delay", "3ms"]);
+    let mut deployment = Deployment::start(spec).await?;
+    let (model, ffn) = (deployment.spec.model.display().to_string(), deployment.ffn_addresses[0].to_string());
+    let other = deployment.attention_addresses[0].to_string();
+    let words = ["serve", "--model", &model, "--listen", "127.0.0.1:0", "--served-model-name", "test"];
+    let more = ["--rank", "1", "--ffn", &ffn, "--peers", &other, "--dtype", "float32", "--threads", "1"];
+    let words = words.iter().chain(&more).chain(&["--peer-timeout", "2s"]);
+    let words: Vec<_> = words.map(|word| (*word).to_owned()).collect();
+    let mut front = Process::start("attention-svc", "A1", &words, folder)?;
+    deployment.attention_addresses.push(front.address(LIMIT)?);
+    deployment.attention.push(front);
+    deployment.wait_ready(1, LIMIT).await?;
+    let deadline = Instant::now() + LIMIT;
+    while !deployment.attention[1].log().contains("requests may be forwarded to this attention rank") {
+        ensure!(Instant::now() < deadline, "A1 does not know of A0:\n{}", deployment.attention[1].log());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let other = deployment.attention.remove(0);
+    Ok((deployment, other))
+}
+
+async fn ask(deployment: &Deployment, max_tokens: u32, stream: bool) -> anyhow::Result<Response> {
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    let body = json!({"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true,
+        "stream": stream, "return_token_ids": true});
+    let answer = deployment.client().post(deployment.url(1, "/v1/completions")).json(&body).send().await?;
+    Ok(answer.error_for_status()?)
+}
+
+/// The rest of a stream of events: the last one's kind and data.
+async fn last_event(mut stream: Response) -> anyhow::Result<(String, Value)> {
+    let mut text = String::new();
+    while let Some(bytes) = stream.chunk().await.context("the stream broke off")? {
+        text.push_str(std::str::from_utf8(&bytes)?);
+    }
+    let last = text.trim_end().rsplit("\n\n").next().unwrap_or_default();
+    let (kind, data) = last.split_once('\n').with_context(|| format!("no kind: {last:?}"))?;
+    Ok((kind.to_owned(), serde_json::from_str(data.trim_start_matches("data: "))?))
+}
+
+/// What follows when A0 is lost by `lose`: `why` is what is said of it.
+async fn is_lost(lose: impl FnOnce(&mut Process) -> anyhow::Result<()>, why: &str) -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (deployment, mut doomed) = pair(folder.path()).await?;
+    let name = format!("A0 at {}", deployment.attention_addresses[0]);
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    // Every second one is forwarded.
+    let _here = deployment.stream(1, &expected.input_ids, 400).await?;
+    let events = ask(&deployment, 400, true).await?;
+    ensure!(events.headers()[FORWARDED] == "0");
+    let _here_too = deployment.stream(1, &expected.input_ids, 400).await?;
+    let mut messages = deployment.stream(1, &expected.input_ids, 400).await?;
+    messages.message().await?.context("a stream without a message")?;
+
+    lose(&mut doomed)?;
+    let begun = Instant::now();
+    // As long as A1 does not know, what it forwards gets no answer there, and one here.
+    let redone = async {
+        let _here = deployment.stream(1, &expected.input_ids, 400).await?;
+        ask(&deployment, 32, false).await?.json::<Value>().await.context("no answer")
+    };
+    let status = async {
+        loop {
+            match messages.message().await {
+                Ok(message) => drop(message.context("the stream ended well")?),
+                Err(status) => return anyhow::Ok(status),
+            }
+        }
+    };
+    let all = async { tokio::try_join!(last_event(events), status, redone) };
+    let (event, status, redone) = tokio::time::timeout(LIMIT, all)
+        .await
+        .unwrap_or_else(|_| Err(anyhow!("no end within {LIMIT:?}")))
+        .with_context(|| deployment.attention[0].log())?;
+    let took = begun.elapsed();
+    println!("{event:?}\n{status:?}\nafter {took:?}");
+    let error = &event.1["error"];
+    ensure!(event.0 == "event: error" && error["code"] == "peer_lost", "{event:?}");
+    ensure!(status.code() == tonic::Code::Unavailable, "{status:?}");
+    for said in [error["message"].as_str().unwrap_or_default(), status.message()] {
+        ensure!(said.contains(&name) && said.contains(why), "{said}");
+    }
+    ensure!(redone["choices"][0]["token_ids"] == json!(expected.generated_ids), "{redone}");
+    ensure!(took < TIMEOUT + Duration::from_secs(10), "noticed only after {took:?}");
+
+    ensure!(deployment.metric(1, "afd_requests_forwarded_total{outcome=\"lost\"}").await? == 2.0);
+    let log = deployment.attention[0].log();
+    let warnings: Vec<&str> =
+        log.lines().filter(|line| line.contains("WARN") && line.contains("A0 at")).collect();
+    ensure!(warnings.len() == 1, "{warnings:#?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_answer_that_a_killed_rank_had_begun_ends_with_an_error_that_names_it() -> anyhow::Result<()> {
+    is_lost(Process::kill, "the connection broke").await
+}
+
+#[tokio::test]
+async fn a_stopped_rank_is_lost_after_the_peer_timeout_and_what_it_had_not_answered_is_redone_here()
+-> anyhow::Result<()> {
+    is_lost(|doomed| doomed.signal("STOP"), "it said nothing for 2.0 s (--peer-timeout)").await
+}
+
+#[tokio::test]
+async fn a_rank_that_stands_still_for_less_than_the_peer_timeout_costs_nothing() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (deployment, other) = pair(folder.path()).await?;
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    let _here = deployment.stream(1, &expected.input_ids, 400).await?;
+    let forwarded = ask(&deployment, 32, true).await?;
+    ensure!(forwarded.headers()[FORWARDED] == "0");
+    other.signal("STOP")?;
+    tokio::time::sleep(TIMEOUT / 4).await;
+    other.signal("CONT")?;
+    let text = forwarded.text().await?;
+    ensure!(text.trim_end().ends_with("data: [DONE]"), "{text}");
+    Ok(())
+}
