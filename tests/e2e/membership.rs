@@ -67,6 +67,55 @@ async fn an_ffn_rank_that_announces_itself_joins_takes_over_and_leaves() -> anyh
 }
 
 #[tokio::test]
+async fn what_does_not_fit_is_not_announced_and_one_caller_keeps_nobody_out() -> anyhow::Result<()> {
+    let deployment = Deployment::start(DeploymentSpec::new(fixtures::checkpoint(MODEL), ONE)).await?;
+    let attention = deployment.attention_addresses[0].to_string();
+    let mut client = MembershipServiceClient::connect(format!("http://{attention}")).await?;
+    let fingerprint = client.list_peers(v1::ListPeersRequest {}).await?.into_inner().fingerprint;
+    let request = |address: &str, count: u32| v1::AnnounceRequest {
+        identity: Some(v1::Identity {
+            deployment: "default".into(),
+            role: v1::Role::Ffn.into(),
+            rank: 50,
+            incarnation: 1,
+        }),
+        address: address.into(),
+        shard: Some(v1::ShardSpec { index: 0, count }),
+        fingerprint: fingerprint.clone(),
+    };
+    let long = format!("{}:1", "x".repeat(5000));
+    for (request, code, words) in [
+        (
+            request("127.0.0.1:7", 2),
+            tonic::Code::FailedPrecondition,
+            ["`shard.count`", "the caller has 2", "have 1"],
+        ),
+        (request(&long, 1), tonic::Code::InvalidArgument, ["`address`", "5002 characters", "at most 259"]),
+    ] {
+        let refused = client.announce(request).await.err().context("it was taken")?;
+        ensure!(refused.code() == code, "{refused:?}");
+        ensure!(words.iter().all(|word| refused.message().contains(word)), "{refused:?}");
+    }
+
+    // As many as everybody together may announce, by one caller.
+    for n in 0..1024 {
+        client.announce(request(&format!("127.0.1.1:{}", 20_000 + n), 1)).await?;
+    }
+    let folder = tempfile::tempdir()?;
+    let model = deployment.spec.model.display().to_string();
+    let words =
+        ["serve", "--model", &model, "--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1"];
+    let words: Vec<_> = words
+        .iter()
+        .chain(&["--rank", "1", "--announce", &attention])
+        .map(|word| (*word).to_owned())
+        .collect();
+    let _joining = Process::start("ffn-svc", "F1", &words, folder.path())?;
+    until("the rank that announces itself is in use", async || Ok(num_ffn_peers(&deployment).await? == 2))
+        .await
+}
+
+#[tokio::test]
 async fn any_attention_rank_is_an_address_for_all() -> anyhow::Result<()> {
     // Slow enough that requests meet.
     let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ONE).ffn_args(&["--inject-delay", "1ms"]);

@@ -1,5 +1,6 @@
 //! `MembershipService`: FFN ranks say where they are ([`announced`]), attention ranks tell each other how busy they are
 //! ([`peers`]), so that any of them is an address for all.
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -43,7 +44,12 @@ pub struct Membership {
     pub readiness: watch::Receiver<Readiness>,
     /// FFN ranks in use.
     pub ffn_peers: FfnPeers,
+    /// Shards that the FFN ranks in use divide the layers into; 0 before the first has joined.
+    pub shard_count: Box<dyn Fn() -> u32 + Send + Sync>,
 }
+
+/// Longest `host:port`: a DNS name has at most 253 characters, a port five.
+const MAX_ADDRESS: usize = 253 + 6;
 
 impl Membership {
     /// As a gRPC service.
@@ -79,6 +85,8 @@ impl MembershipService for Membership {
         request: Request<v1::AnnounceRequest>,
     ) -> Result<Response<v1::AnnounceResponse>, Status> {
         self.check_token(&request)?;
+        // Always known behind a listener of ours.
+        let caller = request.remote_addr().map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |caller| caller.ip());
         let v1::AnnounceRequest { identity, address, shard, fingerprint } = request.into_inner();
         let announced = self.announced.as_ref().ok_or_else(|| {
             Status::failed_precondition("this attention rank has its FFN in its own process (--ffn local)")
@@ -90,13 +98,17 @@ impl MembershipService for Membership {
                 "`identity.role` is {role}; only ffn ranks announce themselves (--announce)"
             )));
         }
+        if address.len() > MAX_ADDRESS {
+            let what = format!("has {} characters; expected at most {MAX_ADDRESS}", address.len());
+            return Err(invalid("address", &what));
+        }
         if !afd_common::net::is_address(&address) {
             let address = spelling::shown(&address);
             return Err(invalid("address", &format!("{address:?} is no address; expected host:port")));
         }
-        if shard.and_then(|shard| Shard::new(shard.index, shard.count)).is_none() {
+        let Some(own) = shard.and_then(|shard| Shard::new(shard.index, shard.count)) else {
             return Err(invalid("shard", "missing, or its index is not below its count"));
-        }
+        };
         if fingerprint != self.fingerprint {
             return Err(differs(
                 "model.fingerprint",
@@ -105,9 +117,19 @@ impl MembershipService for Membership {
                 "--model, or --load-format and --seed",
             ));
         }
+        match (self.shard_count)() {
+            0 => {}
+            count if count == own.count() => {}
+            count => {
+                return Err(Status::failed_precondition(format!(
+                    "`shard.count` differs: the caller has {}, the FFN ranks in use here have {count} (--shard)",
+                    own.count()
+                )));
+            }
+        }
         let rank = identity.rank;
         let peer = v1::AnnouncedPeer { identity: Some(identity), address: address.clone(), shard };
-        match announced.handle_announce(peer, Instant::now()) {
+        match announced.handle_announce(peer, caller, Instant::now()) {
             Err(full) => return Err(Status::resource_exhausted(full.to_string())),
             Ok(true) => tracing::info!(address, rank, "an FFN rank announces itself"),
             Ok(false) => {}

@@ -174,13 +174,18 @@ impl Directory {
         }
     }
 
+    /// Shards of this deployment; 0 before the first rank has joined.
+    pub fn shard_count(&self) -> u32 {
+        self.shared.shard_count.load(Ordering::Acquire)
+    }
+
     /// One line that says which shards are missing and how every rank stands, now.
     pub fn describe(&self) -> String {
         let (peers, unresolved) = (self.peers(), self.lock_unresolved());
         Standing {
             peers: &peers,
             unresolved: &unresolved,
-            shard_count: self.shared.shard_count.load(Ordering::Acquire),
+            shard_count: self.shard_count(),
             started: self.shared.started,
             now: Instant::now(),
         }

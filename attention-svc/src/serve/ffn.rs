@@ -173,6 +173,17 @@ impl Running {
         }
     }
 
+    /// Tells how many shards the ranks in use have; 0 before the first has joined.
+    pub(super) fn shard_count(&self) -> Box<dyn Fn() -> u32 + Send + Sync> {
+        match self {
+            Self::Local { .. } | Self::OnDevice => Box::new(|| 1),
+            Self::Remote { directory, .. } => {
+                let directory = Arc::clone(directory);
+                Box::new(move || directory.shard_count())
+            }
+        }
+    }
+
     /// Lists the ranks in use.
     pub(super) fn peers(&self) -> FfnPeers {
         match self {

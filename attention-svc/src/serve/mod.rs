@@ -243,6 +243,7 @@ impl Server {
             fingerprint,
             readiness: readiness.subscribe(),
             ffn_peers: ffn.peers(),
+            shard_count: ffn.shard_count(),
         };
         let routes = tonic::service::Routes::new(membership.service());
         let router = api::router(api, routes)?.merge(profile);
