@@ -112,3 +112,29 @@ async fn a_healthy_pair_is_healthy_and_each_fault_is_named() -> anyhow::Result<(
     ensure!(missing.1.contains("shard 1 of 2") && missing.1.contains("--shard 1/2"), "{missing:?}");
     Ok(())
 }
+
+#[tokio::test]
+async fn a_replica_that_is_down_or_stopped_is_named_while_the_other_one_serves() -> anyhow::Result<()> {
+    let spec =
+        DeploymentSpec::new(fixtures::checkpoint("tiny-mixtral"), Ffn::Remote { shards: 2, replicas: 2 })
+            .ffn_args(&["--lease-ms", "1000"]);
+    let mut deployment = Deployment::start(spec).await?;
+    deployment.wait_in_use(0, 4, START_LIMIT).await?;
+    let (attention, ffn) = (addresses(&deployment.attention_addresses), addresses(&deployment.ffn_addresses));
+    let (healthy, findings, _) = doctor(&attention, &[]).await?;
+    ensure!(healthy, "{findings:#?}");
+
+    deployment.ffn[0].signal("TERM")?;
+    ensure!(deployment.ffn[0].wait(START_LIMIT)?.success());
+    deployment.wait_in_use(0, 3, START_LIMIT).await?;
+    let (healthy, findings, _) = doctor(&attention, &[]).await?;
+    has(&findings, &["absent"], &["A0 at", &format!("{} was up", ffn[0]), "--ffn"])?;
+    ensure!(!healthy, "it exits as if all were well");
+
+    deployment.ffn[3].signal("STOP")?;
+    deployment.wait_in_use(0, 2, START_LIMIT).await?;
+    let (_, findings, _) = doctor(&attention, &[]).await?;
+    has(&findings, &["absent", "absent"], &[&ffn[0]])?;
+    ensure!(findings[1].1.contains(&ffn[3]), "{findings:#?}");
+    deployment.ffn[3].signal("CONT")
+}

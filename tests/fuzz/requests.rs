@@ -7,7 +7,7 @@ use afd_common::telemetry::Metrics;
 use afd_tests::fixtures;
 use attention_svc::api::validate::{ModelLimits, SamplingDefaults};
 use attention_svc::api::{
-    self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedBy, ServedModel,
+    self, Api, ApiLimits, ApiParts, Engine, FfnRanks, Readiness, RequestTracing, ServedBy, ServedModel,
 };
 use attention_svc::membership::peers::{PeerSettings, Peers};
 use attention_svc::request::{SequenceError, SequenceId, SequenceRequest};
@@ -52,7 +52,7 @@ fn router() -> anyhow::Result<Router> {
         text: Text::load(&fixtures::checkpoint("tiny-llama"), TokenizerFile::Required)?,
         limits: ApiLimits::default(),
         readiness: watch::channel(Readiness::Ready).1,
-        ffn_peers: Arc::new(Vec::new),
+        ffn_peers: Arc::new(FfnRanks::default),
         peers: Arc::new(Peers::new(PeerSettings::default())),
         metrics: Metrics::new(),
         tracing: RequestTracing::default(),

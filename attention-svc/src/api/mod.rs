@@ -99,8 +99,17 @@ impl Default for ApiLimits {
     }
 }
 
-/// Lists the FFN ranks in use.
-pub type FfnPeers = Arc<dyn Fn() -> Vec<v1::FfnPeer> + Send + Sync>;
+/// FFN ranks as the way to them knows them.
+#[derive(Clone, Debug, Default)]
+pub struct FfnRanks {
+    /// Work is sent to them.
+    pub in_use: Vec<v1::FfnPeer>,
+    /// They are looked for in vain.
+    pub absent: Vec<v1::FfnAbsence>,
+}
+
+/// Lists the FFN ranks, as they are now.
+pub type FfnPeers = Arc<dyn Fn() -> FfnRanks + Send + Sync>;
 
 /// State of both faces; shared by every request.
 pub struct Api {
@@ -135,7 +144,7 @@ pub struct ApiParts {
     pub limits: ApiLimits,
     /// Whether requests can be answered; the process writes it.
     pub readiness: watch::Receiver<Readiness>,
-    /// Lists the FFN ranks in use.
+    /// Lists the FFN ranks.
     pub ffn_peers: FfnPeers,
     /// The other attention ranks.
     pub peers: Arc<Peers>,

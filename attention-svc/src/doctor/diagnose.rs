@@ -42,6 +42,8 @@ pub(super) enum Fault {
     TwinRank,
     /// No kind of link in common.
     Links,
+    /// A rank that an attention rank looks for in vain.
+    Absent,
     /// A rank that is there and that an attention rank does not use.
     Unused,
     /// Clocks too far apart.
@@ -70,6 +72,7 @@ pub(super) fn diagnose(seen: &[Seen], max_skew: Duration) -> Vec<Finding> {
     shards(seen, &ranks, &mut findings);
     twins(&ranks, &mut findings);
     links(&ranks, &mut findings);
+    absences(seen, &ranks, &mut findings);
     readiness(&ranks, &mut findings);
     clocks(&ranks, max_skew, &mut findings);
     findings.sort_by_key(|finding| finding.fault);
@@ -223,12 +226,33 @@ fn links(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
                      they have one in common"
                 );
                 findings.push(finding(Fault::Links, address, sentence));
-            } else if !attention.info.ffn_peers.iter().any(|peer| is_same(&peer.address, ffn_address)) {
+            } else if !attention.info.ffn_peers.iter().any(|peer| is_same(&peer.address, ffn_address))
+                && !attention.info.ffn_absent.iter().any(|absence| is_same(&absence.address, ffn_address))
+            {
                 let sentence = format!(
                     "{who} at {address} does not use {rank} at {ffn_address}: it is not in that rank's --ffn, or was \
                      refused (its log says why)"
                 );
                 findings.push(finding(Fault::Unused, address, sentence));
+            }
+        }
+    }
+}
+
+/// Ranks that an attention rank looks for in vain: a replica may hide that.
+fn absences(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    let is_silent = |seen: &&Seen| matches!(seen.found, Found::Nobody(_) | Found::Stranger(_));
+    for (address, attention) in &ranks.attention {
+        let who = name(attention.info.identity.as_ref());
+        for v1::FfnAbsence { address: absent, why } in &attention.info.ffn_absent {
+            // Whoever was asked and did not answer has a finding, and so has what keeps requests from being answered.
+            let is_told = seen.iter().filter(is_silent).any(|seen| is_same(absent, &seen.address))
+                || attention.info.not_ready.contains(&format!("{absent} {why}"));
+            if !is_told {
+                let sentence = format!(
+                    "{who} at {address} is without an FFN rank that its --ffn or an announcement names: {absent} {why}"
+                );
+                findings.push(finding(Fault::Absent, absent, sentence));
             }
         }
     }

@@ -100,6 +100,31 @@ fn says(seen: &[Seen], fault: Fault, words: &[&str]) {
 }
 
 #[test]
+fn a_rank_that_is_looked_for_in_vain_is_a_finding_while_a_replica_serves() {
+    let absence = |address: &str| v1::FfnAbsence {
+        address: address.into(),
+        why: "was up, shard 0/2, and is not there, for 2.0 s: Connection refused".into(),
+    };
+    let mut seen = deployment(|a, _, _| a.info.ffn_absent.push(absence("10.0.0.3:7001")));
+    says(
+        &seen,
+        Fault::Absent,
+        &["A0 at 10.0.0.9:8000", "10.0.0.3:7001 was up, shard 0/2", "refused", "--ffn"],
+    );
+    assert!(!report::text(&seen, &diagnose(&seen, MAX_SKEW)).contains("healthy"));
+    // Asked by this doctor too, it has one finding.
+    let found = Found::Nobody("cannot be reached: refused".into());
+    seen.push(Seen { address: "10.0.0.3:7001".into(), expected: v1::Role::Ffn, found });
+    says(&seen, Fault::Unreachable, &["10.0.0.3:7001"]);
+    // One that answers this doctor and is not used has the better reason of the two.
+    let seen = deployment(|a, _, _| {
+        a.info.ffn_peers.pop();
+        a.info.ffn_absent.push(absence("10.0.0.2:7001"));
+    });
+    says(&seen, Fault::Absent, &["10.0.0.2:7001 was up"]);
+}
+
+#[test]
 fn a_healthy_deployment_has_no_findings_and_says_so() {
     let seen = deployment(|_, _, _| ());
     let findings = diagnose(&seen, MAX_SKEW);

@@ -164,7 +164,7 @@ impl MembershipService for Membership {
             ready: self.readiness.borrow().is_ready(),
             num_requests: self.peers.num_local(),
             announced: announced.map_or_else(Vec::new, |known| known.peers(Instant::now())),
-            ffn_peers: (self.ffn_peers)(),
+            ffn_peers: (self.ffn_peers)().in_use,
             attention_peers: self.peers.addresses(),
         }))
     }

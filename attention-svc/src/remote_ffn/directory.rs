@@ -36,6 +36,8 @@ pub struct Directory {
 
 /// A control task as the directory sees it.
 struct Tracked {
+    /// The first that stands for the address.
+    name: String,
     peer: watch::Receiver<Peer>,
     /// Somebody's option names it: what it refuses for good is a mistake of the command line.
     is_listed: bool,
@@ -94,8 +96,8 @@ impl Directory {
                 let (sender, peer) = watch::channel(Peer::unknown(Instant::now()));
                 let own = stop.child_token();
                 let is_listed = self.names.contains(&name);
-                self.lock_peers().insert(address, Tracked { peer, is_listed, stop: own.clone() });
                 let host = name.rsplit_once(':').map_or(name.as_str(), |(host, _)| host).to_owned();
+                self.lock_peers().insert(address, Tracked { name, peer, is_listed, stop: own.clone() });
                 tasks.spawn(control::run(address, host, Arc::clone(&self.shared), sender, own));
             }
             while tasks.try_join_next().is_some() {}
@@ -181,15 +183,24 @@ impl Directory {
 
     /// One line that says which shards are missing and how every rank stands, now.
     pub fn describe(&self) -> String {
+        self.standing(|standing| standing.sentence())
+    }
+
+    /// Ranks that are looked for and not in use, as address (or name, where that has none) and how they stand.
+    pub fn absent(&self) -> Vec<(String, String)> {
+        let names = self.lock_peers().iter().map(|(at, tracked)| (*at, tracked.name.clone())).collect();
+        self.standing(|standing| standing.absent(&names))
+    }
+
+    fn standing<T>(&self, say: impl FnOnce(&Standing<'_>) -> T) -> T {
         let (peers, unresolved) = (self.peers(), self.lock_unresolved());
-        Standing {
+        say(&Standing {
             peers: &peers,
             unresolved: &unresolved,
             shard_count: self.shard_count(),
             started: self.shared.started,
             now: Instant::now(),
-        }
-        .sentence()
+        })
     }
 
     /// The addresses behind all names, each with the first name that stands for it.

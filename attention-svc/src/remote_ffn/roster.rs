@@ -43,6 +43,9 @@ impl Process {
     }
 }
 
+/// What is said of a second address of a process that is in use.
+pub(super) const TWICE: &str = "--ffn names one process twice";
+
 /// Why a process is not used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotSeated {
@@ -74,7 +77,7 @@ pub enum NotSeated {
         caller: u64,
     },
     /// The process is in use already, by another address.
-    #[error("{place} is in use as {address}: --ffn names one process twice")]
+    #[error("{place} is in use as {address}: {TWICE}")]
     Alias {
         /// Which place.
         place: Place,

@@ -1,6 +1,6 @@
 //! How the FFN ranks stand right now, and that in a sentence: which shard is missing for how long, and what was last
 //! heard from every address. Pure, so that nothing it says can be older than the question.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -9,6 +9,7 @@ use afd_common::ids::Shard;
 use afd_common::spelling::span;
 
 use super::peer::{Peer, PeerState};
+use super::roster::TWICE;
 
 /// Everything known at one moment.
 pub struct Standing<'a> {
@@ -39,6 +40,34 @@ impl Standing<'_> {
             separator = "; ";
         }
         line
+    }
+
+    /// Those that are looked for and not in use, with how they stand. While an address of a name (`names` has those of the
+    /// peers) is in use, another one of it is no loss at which nobody ever was, or the same process is: a host may have
+    /// several.
+    pub fn absent(&self, names: &BTreeMap<SocketAddr, String>) -> Vec<(String, String)> {
+        let used: BTreeSet<_> = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| peer.in_use().is_some())
+            .map(|(at, _)| names.get(at))
+            .collect();
+        let is_absent = |(address, peer): &&(SocketAddr, Peer)| {
+            let is_other_way = match &peer.state {
+                PeerState::Connecting { .. } => peer.served.is_none(),
+                PeerState::Refused { why, .. } => why.ends_with(TWICE),
+                _ => false,
+            };
+            peer.in_use().is_none() && !(is_other_way && used.contains(&names.get(address)))
+        };
+        let how = |(address, peer): &(SocketAddr, Peer)| {
+            let mut how = String::new();
+            self.describe(&mut how, peer);
+            (address.to_string(), how)
+        };
+        let unresolved =
+            self.unresolved.iter().map(|(name, why)| (name.clone(), format!("cannot be resolved: {why}")));
+        self.peers.iter().filter(is_absent).map(how).chain(unresolved).collect()
     }
 
     fn missing(&self) -> String {
@@ -214,6 +243,37 @@ mod tests {
         peer.handle(is_up(1), at(511));
         let said = sentence(&[peer], 2, started, 511_500);
         assert!(said.starts_with("shard 0/2 has no rank, for 3.5 s: "), "{said}");
+    }
+
+    #[test]
+    fn who_is_looked_for_in_vain_is_named_even_while_a_replica_serves() {
+        let started = Instant::now();
+        let gone = Peer {
+            state: PeerState::Connecting { last_error: "Connection refused".into() },
+            served: Some(shard(0)),
+            ..Peer::unknown(started)
+        };
+        let never = Peer {
+            state: PeerState::Connecting { last_error: "Connection refused".into() },
+            ..Peer::unknown(started)
+        };
+        let at = |port: u16| SocketAddr::from(([10, 0, 0, 1], port));
+        let peers = [
+            (at(1), up(0, started, &Arc::new(Life::new(started)))),
+            (at(2), gone),
+            // The other address of the first one's name, and one by itself.
+            (at(3), never.clone()),
+            (at(4), never),
+        ];
+        let names = [(1, "ffn-0:1"), (2, "ffn-1:2"), (3, "ffn-0:1"), (4, "ffn-2:4")];
+        let names = names.map(|(port, name)| (at(port), name.to_owned())).into();
+        let unresolved = BTreeMap::from([("ffn-9:1".to_owned(), "no such host".to_owned())]);
+        let now = started + Duration::from_secs(2);
+        let standing = Standing { peers: &peers, unresolved: &unresolved, shard_count: 2, started, now };
+        let absent = standing.absent(&names);
+        let addresses: Vec<_> = absent.iter().map(|(address, _)| address.as_str()).collect();
+        assert_eq!(addresses, ["10.0.0.1:2", "10.0.0.1:4", "ffn-9:1"]);
+        assert_eq!(absent[0].1, "was up, shard 0/2, and is not there, for 2.0 s: Connection refused");
     }
 
     #[test]

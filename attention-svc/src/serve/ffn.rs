@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::ServeError;
 use super::model::Loaded;
-use crate::api::{FfnPeers, Reason, ServedBy};
+use crate::api::{FfnPeers, FfnRanks, Reason, ServedBy};
 use crate::config::{FfnConfig, FfnTarget, ServeConfig};
 use crate::device::LocalFfn;
 use crate::membership::announced::Announced;
@@ -184,12 +184,13 @@ impl Running {
         }
     }
 
-    /// Lists the ranks in use.
+    /// Lists the ranks.
     pub(super) fn peers(&self) -> FfnPeers {
         match self {
-            Self::Local { .. } | Self::OnDevice => {
-                Arc::new(|| vec![peer("in this process".into(), Shard::WHOLE, LinkKind::Loopback)])
-            }
+            Self::Local { .. } | Self::OnDevice => Arc::new(|| FfnRanks {
+                in_use: vec![peer("in this process".into(), Shard::WHOLE, LinkKind::Loopback)],
+                absent: Vec::new(),
+            }),
             Self::Remote { directory, .. } => {
                 let directory = Arc::clone(directory);
                 Arc::new(move || {
@@ -197,7 +198,11 @@ impl Running {
                         let (shard, link) = rank.in_use()?;
                         Some(peer(address.to_string(), shard, link))
                     };
-                    directory.peers().into_iter().filter_map(up).collect()
+                    let absence = |(address, why)| v1::FfnAbsence { address, why };
+                    FfnRanks {
+                        in_use: directory.peers().into_iter().filter_map(up).collect(),
+                        absent: directory.absent().into_iter().map(absence).collect(),
+                    }
                 })
             }
         }

@@ -166,7 +166,7 @@ pub(super) fn ffn(metrics: &Metrics, stats: &Arc<FfnStats>, peers: FfnPeers) -> 
                 let shard = peer.shard.map_or_else(String::new, |s| format!("{}/{}", s.index, s.count));
                 Sample { labels: vec![peer.address, shard, peer.link], value: 1.0 }
             };
-            peers().into_iter().map(sample).collect()
+            peers().in_use.into_iter().map(sample).collect()
         },
     )
 }

@@ -10,7 +10,7 @@ use afd_common::proto::v1;
 use afd_common::telemetry::Metrics;
 use attention_svc::api::validate::{ModelLimits, SamplingDefaults};
 use attention_svc::api::{
-    self, Api, ApiLimits, ApiParts, Engine, Readiness, RequestTracing, ServedBy, ServedModel,
+    self, Api, ApiLimits, ApiParts, Engine, FfnRanks, Readiness, RequestTracing, ServedBy, ServedModel,
 };
 use attention_svc::membership::peers::{PeerSettings, Peers};
 use attention_svc::request::{
@@ -202,7 +202,7 @@ impl Server {
             text: Text::load(&folder, TokenizerFile::Required).unwrap(),
             limits: ApiLimits::default(),
             readiness: readiness_receiver,
-            ffn_peers: Arc::new(Vec::new),
+            ffn_peers: Arc::new(FfnRanks::default),
             peers: Arc::new(Peers::new(PeerSettings::default())),
             metrics: Metrics::new(),
             tracing: RequestTracing::default(),

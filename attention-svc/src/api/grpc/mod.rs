@@ -99,14 +99,15 @@ impl InferenceService for Face {
         &self,
         _: Request<v1::GetModelInfoRequest>,
     ) -> Result<Response<v1::GetModelInfoResponse>, Status> {
-        let (model, by) = (&self.api.model, &self.api.by);
+        let (model, by, ffn) = (&self.api.model, &self.api.by, (self.api.ffn_peers)());
         Ok(Response::new(v1::GetModelInfoResponse {
             name: model.name.clone(),
             model: Some(model.identity.clone()),
             max_model_len: model.limits.max_model_len,
             vocab_size: model.limits.vocab_size,
             eos_token_ids: model.limits.eos_token_ids.clone(),
-            ffn_peers: (self.api.ffn_peers)(),
+            ffn_peers: ffn.in_use,
+            ffn_absent: ffn.absent,
             identity: Some(by.identity.clone()),
             link_kinds: by.link_kinds.iter().map(ToString::to_string).collect(),
             answered_at_us: crate::api::unix_time().as_micros() as u64,
