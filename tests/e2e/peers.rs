@@ -137,3 +137,20 @@ async fn a_rank_that_stands_still_for_less_than_the_peer_timeout_costs_nothing()
     ensure!(text.trim_end().ends_with("data: [DONE]"), "{text}");
     Ok(())
 }
+
+#[tokio::test]
+async fn a_rank_that_is_told_to_end_passes_on_what_another_one_serves_for_it() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (mut deployment, _other) = pair(folder.path()).await?;
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    let here = deployment.stream(1, &expected.input_ids, 400).await?;
+    let forwarded = ask(&deployment, 400, true).await?;
+    ensure!(forwarded.headers()[FORWARDED] == "0");
+    // It has nothing to do itself.
+    drop(here);
+    deployment.attention[0].signal("TERM")?;
+    let text = forwarded.text().await?;
+    ensure!(text.trim_end().ends_with("data: [DONE]"), "{text}");
+    ensure!(deployment.attention[0].wait(LIMIT)?.success(), "{}", deployment.attention[0].log());
+    Ok(())
+}

@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status};
 
 pub mod announced;
 mod lease;
+pub(crate) mod load;
 pub mod peers;
 
 use crate::api::{FfnPeers, Readiness};

@@ -21,6 +21,7 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 
 use super::lease::Lease;
+use super::load::{Forwarded, Forwarding, Load, Serving};
 
 #[cfg(test)]
 mod tests;
@@ -55,6 +56,7 @@ pub struct Peers {
     known: Mutex<BTreeMap<SocketAddr, Peer>>,
     /// Requests that this rank serves itself.
     local: Arc<AtomicU32>,
+    forwarding: Arc<Forwarding>,
 }
 
 /// A peer that may be forwarded to.
@@ -66,15 +68,6 @@ struct Peer {
     state: State,
     lease: Lease,
     asking: Option<AbortHandle>,
-}
-
-/// Requests of a peer.
-#[derive(Debug, Default)]
-struct Load {
-    /// That it serves: what it last said, and what has been forwarded to it or come back since.
-    all: AtomicU32,
-    /// That it serves for this rank.
-    forwarded: AtomicU32,
 }
 
 enum State {
@@ -94,27 +87,6 @@ struct Listed {
     rank: u32,
     incarnation: u64,
     num_requests: u32,
-}
-
-/// A request that this rank serves itself; dropped at its end.
-pub struct Serving(Arc<AtomicU32>);
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// A request that a peer serves for this rank; dropped at its end.
-pub struct Forwarded(Arc<Load>);
-
-impl Drop for Forwarded {
-    fn drop(&mut self) {
-        self.0.forwarded.fetch_sub(1, Ordering::AcqRel);
-        // The peer may have said in the meantime that it is gone.
-        let one_less = |num_requests: u32| num_requests.checked_sub(1);
-        let _ = self.0.all.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
-    }
 }
 
 /// Who serves a forwarded request.
@@ -147,7 +119,7 @@ pub struct Chosen {
 impl Peers {
     /// Nobody has been asked yet.
     pub fn new(settings: PeerSettings) -> Self {
-        Self { settings, known: Mutex::default(), local: Arc::default() }
+        Self { settings, known: Mutex::default(), local: Arc::default(), forwarding: Arc::default() }
     }
 
     /// Whether there may be anybody.
@@ -162,8 +134,7 @@ impl Peers {
 
     /// This rank serves a request from now on.
     pub fn serve(&self) -> Serving {
-        self.local.fetch_add(1, Ordering::AcqRel);
-        Serving(Arc::clone(&self.local))
+        Serving::begin(&self.local)
     }
 
     /// This process.
@@ -178,6 +149,9 @@ impl Peers {
 
     /// The peer that should serve the next request, if this rank should not; it counts as one more there until its end.
     pub fn choose(&self, own_ready: bool) -> Option<Chosen> {
+        if self.forwarding.is_closed() {
+            return None;
+        }
         let known = self.lock();
         let ready = known.iter().filter_map(|(address, peer)| match &peer.state {
             State::Here { channel, ready: true } => Some((address, channel, peer)),
@@ -189,9 +163,7 @@ impl Peers {
         if peer.load.all.load(Ordering::Acquire) >= own {
             return None;
         }
-        peer.load.all.fetch_add(1, Ordering::AcqRel);
-        peer.load.forwarded.fetch_add(1, Ordering::AcqRel);
-        let forwarded = Forwarded(Arc::clone(&peer.load));
+        let forwarded = Forwarded::begin(&peer.load, &self.forwarding);
         let (peer, lost) = (PeerName { rank: peer.rank, address: *address }, peer.lease.lost());
         Some(Chosen { peer, channel: channel.clone(), lost, forwarded })
     }
@@ -206,6 +178,11 @@ impl Peers {
             }
             peer.state = State::Away(why.to_owned());
         }
+    }
+
+    /// Forwards nothing more, and waits for what has been until `deadline`. Returns how much is left of it.
+    pub async fn close(&self, deadline: Instant) -> u32 {
+        self.forwarding.close(deadline).await
     }
 
     /// Those that can be forwarded to.

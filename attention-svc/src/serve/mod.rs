@@ -166,6 +166,7 @@ pub struct Server {
     engine: EngineHandle,
     engine_thread: JoinHandle<Result<(), EngineDeath>>,
     ffn: ffn::Running,
+    peers: Arc<Peers>,
     readiness: watch::Sender<Readiness>,
     readiness_task: tokio::task::JoinHandle<()>,
     port: tokio::task::JoinHandle<Drained>,
@@ -249,7 +250,7 @@ impl Server {
         let router = api::router(api, routes)?.merge(profile);
         let stop_port = CancellationToken::new();
         if !peers.is_empty() {
-            tokio::spawn(peers.run(stop_port.clone()));
+            tokio::spawn(Arc::clone(&peers).run(stop_port.clone()));
         }
         config.address.access.warn(address);
         let access = config.address.access.clone();
@@ -268,6 +269,7 @@ impl Server {
             engine,
             engine_thread,
             ffn,
+            peers,
             readiness,
             readiness_task,
             port,
@@ -321,9 +323,18 @@ impl Server {
         if let Err(ServeError::Directory(missing)) = &ended {
             self.engine.fail_all(SequenceError::FfnUnavailable(missing.to_string()));
         }
-        self.engine.drain(Instant::now() + patience);
+        let deadline = Instant::now() + patience;
+        self.engine.drain(deadline);
         let thread = self.engine_thread;
         let engine_end = tokio::task::spawn_blocking(move || thread.join()).await?;
+        // What other ranks serve for this one runs too.
+        let forwarded = self.peers.close(deadline).await;
+        if forwarded > 0 {
+            tracing::warn!(
+                forwarded,
+                "requests that other attention ranks serve for this one did not end in time"
+            );
+        }
         self.stop_port.cancel();
         let drained = self.port.await?;
         self.ffn.stop().await;

@@ -17,7 +17,8 @@ use super::super::Api;
 use super::super::error::ApiError;
 use super::super::openai::sse::error_event;
 use super::pieces::Pieces;
-use crate::membership::peers::{Forwarded, PeerName};
+use crate::membership::load::Forwarded;
+use crate::membership::peers::PeerName;
 
 /// See the module's head.
 pub(super) struct Relay {
