@@ -61,9 +61,11 @@ choose_threads() {
 
 build() {
     heading "release build"
-    # The token oracle too, which only --kill runs: with other packages chosen, dependencies would have other features, and
-    # --kill would build the services anew.
-    cargo build --release --locked --bins --workspace
+    # Packages say which features dependencies have, binaries what is compiled: with the same packages --kill, which runs
+    # the token oracle too, builds nothing anew.
+    local selected=(-p attention-svc -p ffn-svc -p afd-tests --bin attention-svc --bin ffn-svc)
+    if [[ $act == kill ]]; then selected+=(--bin oracle); fi
+    cargo build --release --locked "${selected[@]}"
     binaries=$(target_folder)/release
 }
 
