@@ -58,7 +58,6 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
     if (warp >= WARPS) {
         if (MORE_REGISTERS) give_registers<40>();
         if (warp > WARPS) return;
-        const u64 once = policy_evict_first(), keep = policy_keep();
         int stage = 0, parity = 1, index = 0;
         // While the kernels ahead make x, in many short steps, what is fetched beside them must not make theirs long: more on
         // its way than memory delivers only queues. When the ring has been filled once, x is there.
@@ -93,14 +92,23 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 paced = false;
             }
         };
-        const int passes = SHARED ? (max_rows + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 0;
-        const int shared_tiles = SHARED * passes * TILES, n = gridDim.x;
-        const int shared_end = (int)((long long)shared_tiles * (blockIdx.x + 1) / n);
-        for (int u = (int)((long long)shared_tiles * blockIdx.x / n); u < shared_end; ++u) {
-            const int expert = u / (TILES * passes), row0 = u / TILES % passes * SEGMENT_ROWS;
-            const int rows = min(SEGMENT_ROWS, max_rows - row0), row = (row0 + lane) * CHOICES + TOP_K + expert;
-            fetch(num_here + expert, -1 - u / TILES, u % TILES, rows, row, passes > 1 ? keep : once);
-        }
+        // Shared experts have all rows, in passes of a segment each, of which the first brings the weights into the second-level
+        // cache. Of more passes than two, as many as fit into the router's time are done at once; memory has nothing to do
+        // in the others, so each block does them at another time among its routed tiles, and the last lets go of the weights.
+        const int passes = SHARED ? (max_rows + SEGMENT_ROWS - 1) / SEGMENT_ROWS : 0, n = gridDim.x;
+        const bool apart = EXPERTS && passes > 2;
+        const int at_once = !apart ? passes : GATED ? 2 : 1;
+        const u64 once = policy_evict_first(), keep = apart ? policy_evict_last() : policy_keep();
+        auto shared = [&](int first, int count) {
+            const int all = SHARED * count * TILES, end = (int)((long long)all * (blockIdx.x + 1) / n);
+            for (int u = (int)((long long)all * blockIdx.x / n); u < end; ++u) {
+                const int expert = u / (TILES * count), pass = first + u / TILES % count, row0 = pass * SEGMENT_ROWS;
+                const int rows = min(SEGMENT_ROWS, max_rows - row0), row = (row0 + lane) * CHOICES + TOP_K + expert;
+                const bool last = passes == 1 || (apart && pass + 1 == passes);
+                fetch(num_here + expert, -1 - expert * passes - pass, u % TILES, rows, row, last ? once : keep);
+            }
+        };
+        shared(0, at_once);
         if (GATED && SHARED) {
             // Nothing can be fetched until the router has ended but what it does not choose: the shared down weights.
             constexpr u32 PIECE = 4096;
@@ -137,7 +145,13 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                     fetch(expert, segment, u % TILES, rows, row, once);
                 }
             };
-            routed((int)((long long)pool.begin * blockIdx.x / n), (int)((long long)pool.begin * (blockIdx.x + 1) / n));
+            const int begin = (int)((long long)pool.begin * blockIdx.x / n), end = (int)((long long)pool.begin * (blockIdx.x + 1) / n);
+            const int until = apart ? begin + (end - begin) * (blockIdx.x * 53 % n) / n : begin;
+            if (apart) {
+                routed(begin, until);
+                shared(at_once, passes - at_once);
+            }
+            routed(until, end);
             for (;;) {
                 const int2 mine = taking(pool, __shfl_sync(~0u, ticket, 0));
                 if (mine.x >= mine.y) break;

@@ -45,8 +45,17 @@ pub(crate) fn run(device: &Device, stream: &Stream, random: &Random, lite: &MoeW
         down: &down,
         bias,
     };
-    let calls: Calls<'_> =
-        &[(1, 1, 8), (5, 5, 8), (8, 3, 8), (8, 8, 0), (13, 13, 0), (37, 37, 0), (64, 64, 0), (128, 100, 0)];
+    let calls: Calls<'_> = &[
+        (1, 1, 8),
+        (5, 5, 8),
+        (8, 3, 8),
+        (8, 8, 0),
+        (13, 13, 0),
+        (37, 37, 0),
+        (64, 64, 0),
+        (96, 70, 0),
+        (128, 100, 0),
+    ];
     check(device, stream, random, &case("V2-Lite", LITE, lite.clone(), None), calls, &mut table)?;
     let few: Calls<'_> = &[(1, 1, 8), (3, 2, 8), (2, 0, 8), (8, 8, 8), (6, 6, 0), (20, 20, 0)];
     let (first, here) = (LITE.num_experts / 2, LITE.num_experts / 2);
