@@ -9,16 +9,19 @@ const BOX: usize = 64;
 /// Rows of a block that there are kernels for.
 const ROWS: [usize; 3] = [32, 64, 128];
 const MAX_ROWS: usize = 128;
-/// Most rows of a product whose inner dimension is shared.
-const MAX_JOINED_ROWS: usize = 64;
 /// Most steps in flight.
 const MAX_STAGES: usize = 16;
 /// Shared memory of a block that has a multiprocessor for itself, less what is static and what aligns it.
 const RING_BYTES: usize = (227 << 10) - 2048;
 /// Most that a block reads: beyond, the library is faster.
 const MAX_OWN_BYTES: usize = 200 << 10;
-/// Of a block that leaves room for another.
-const SHARED_RING_BYTES: usize = 96 << 10;
+/// The same where blocks share the inner dimension.
+const MAX_JOINED_BYTES: usize = 256 << 10;
+/// Shared memory of a block that leaves room for another, less the same.
+const SHARED_RING_BYTES: usize = 110 << 10;
+/// Most that such a block reads, or of weight if it shares the inner dimension.
+const SHARED_OWN_BYTES: usize = 128 << 10;
+const SHARED_WEIGHT_BYTES: usize = 64 << 10;
 const ALIGN_BYTES: usize = 1024;
 
 /// The kernels for all shapes.
@@ -104,26 +107,31 @@ fn cut(shape: &GemmShape, multiprocessors: usize) -> Option<Cut> {
             let blocks = columns.div_ceil(64 * warpgroups) * batch * splits * row_tiles;
             // Not by more rows than there are, where fewer would do.
             let wasted = class > 0 && rows <= ROWS[class - 1];
-            // Joining many rows through the others' memory takes longer than the library does.
-            let joins = splits > 1 && rows > MAX_JOINED_ROWS;
+            // Who shares the inner dimension has all rows, so that the weight is read once.
+            let joins_tiles = splits > 1 && row_tiles > 1;
+            let most = if splits > 1 { MAX_JOINED_BYTES } else { MAX_OWN_BYTES };
             let stage = (warpgroups * 64 + of_block) * BOX * 2;
             let own = steps / splits * stage;
             if wasted
-                || joins
+                || joins_tiles
                 || !steps.is_multiple_of(splits)
                 || blocks > multiprocessors
-                || own > MAX_OWN_BYTES
+                || own > most
             {
                 continue;
             }
-            // What a block reads, and all together, at what was seen to be possible; and the way through the others' memory.
-            let ns = (own / 50).max(own * blocks / 5000) + if splits > 1 { 1500 } else { 0 };
+            // The others' parts of the rows that a block sums.
+            let inbox = of_block / splits * warpgroups * 64 * 4 * (splits - 1);
+            // What a block reads, and all together, at what was seen to be possible; and what it hears from the others.
+            let ns = (own / 50).max(own * blocks / 5000) + if splits > 1 { 1100 + inbox / 20 } else { 0 };
             if best.is_none_or(|(least, _)| ns < least) {
                 // Two blocks on a multiprocessor, this product's and the next one's, where that costs few steps in flight.
-                let room = if own <= SHARED_RING_BYTES * 4 / 3 { SHARED_RING_BYTES } else { RING_BYTES };
+                let own_weight = steps / splits * warpgroups * 64 * BOX * 2;
+                let shared = own <= SHARED_OWN_BYTES || (splits > 1 && own_weight <= SHARED_WEIGHT_BYTES);
+                let room = if shared { SHARED_RING_BYTES } else { RING_BYTES } - inbox;
                 let stages = (room / stage).min(MAX_STAGES).min(steps / splits);
-                let sums = of_block * (warpgroups * 64 + 4) * 4;
-                let bytes = (stages * stage).max(sums) + ALIGN_BYTES;
+                let sums = if splits == 1 { of_block * (warpgroups * 64 + 4) * 4 } else { 0 };
+                let bytes = (stages * stage + inbox).max(sums) + ALIGN_BYTES;
                 best = Some((ns, Cut { class, warpgroups, splits, row_tiles, stages, bytes }));
             }
         }
@@ -192,18 +200,29 @@ mod tests {
         let heads = |rows, inner, columns| GemmShape { batch: 16, ..GemmShape::linear(rows, inner, columns) };
         assert_eq!(cut_of(&GemmShape::linear(64, 2048, 3648)), Some((128, 64, 4, 8)));
         assert_eq!(cut_of(&GemmShape::linear(64, 2048, 2048)), Some((64, 64, 4, 6)));
+        assert_eq!(cut_of(&GemmShape::linear(32, 2048, 3648)), Some((128, 32, 4, 8)));
+        assert_eq!(cut_of(&GemmShape::linear(32, 2048, 2048)), Some((64, 32, 4, 8)));
+        assert_eq!(cut_of(&GemmShape::linear(128, 2048, 3648)), Some((128, 128, 4, 5)));
+        assert_eq!(cut_of(&GemmShape::linear(128, 2048, 2048)), Some((64, 128, 4, 3)));
+        assert_eq!(cut_of(&GemmShape::linear(64, 1152, 896)), Some((64, 64, 2, 9)));
         assert_eq!(cut_of(&heads(64, 128, 512)), Some((64, 64, 1, 2)));
         assert_eq!(cut_of(&heads(32, 512, 128)), Some((64, 32, 1, 8)));
         assert_eq!(cut_of(&heads(64, 512, 128)), Some((64, 32, 1, 8)));
+        assert_eq!(cut_of(&heads(128, 128, 512)), Some((128, 64, 1, 2)));
+        assert_eq!(cut_of(&heads(128, 512, 128)), Some((64, 32, 1, 8)));
     }
 
     #[test]
-    fn shared_memory_holds_the_ring_and_then_the_sums() {
+    fn shared_memory_holds_the_ring_and_then_the_sums_or_what_others_push() {
         for rows in [17, 64, 128] {
             for (inner, columns) in [(2048, 3648), (2048, 2048), (128, 512), (64, 128)] {
                 let Some(cut) = cut(&GemmShape::linear(rows, inner, columns), 132) else { continue };
                 assert!(cut.stages >= 1 && cut.bytes <= RING_BYTES + ALIGN_BYTES, "{cut:?}");
-                assert!(cut.bytes >= ROWS[cut.class] * (cut.warpgroups * 64 + 4) * 4, "{cut:?}");
+                let (rows, columns) = (ROWS[cut.class], cut.warpgroups * 64);
+                let ring = cut.stages * (rows + columns) * BOX * 2;
+                let pushed = rows / cut.splits * columns * 4 * (cut.splits - 1);
+                let sums = if cut.splits == 1 { rows * (columns + 4) * 4 } else { ring + pushed };
+                assert!(cut.bytes >= ring.max(sums) + ALIGN_BYTES, "{cut:?}");
             }
         }
     }
@@ -212,7 +231,7 @@ mod tests {
     fn other_products_are_left_to_the_library() {
         let dense = GemmShape::linear(64, 512, 64);
         assert!(cut(&dense, 132).is_some());
-        assert!(cut(&GemmShape::linear(128, 2048, 3648), 132).is_none());
+        assert!(cut(&GemmShape::linear(128, 2048, 8192), 132).is_none());
         let own = [
             GemmShape { rows: 129, ..dense },
             GemmShape { columns: 100 << 10, out_stride: 100 << 10, ..dense },
