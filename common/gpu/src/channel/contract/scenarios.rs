@@ -43,8 +43,9 @@ pub(super) fn replayed(end: &mut End<'_>) -> Outcome {
     let bytes = rows * end.channel.limits().row_bytes;
     for form in [Form::Packets, Form::Rows] {
         let (out, seen, num) = (end.take(LAYERS * bytes)?, end.take(LAYERS * bytes)?, end.take(16)?);
-        end.ends.meet()?;
+        // Writing waits for the device, which may be the other end's too: not while that captures.
         num.write(&[2i32]).map_err(text)?;
+        end.ends.meet()?;
         let stream = &end.bench.stream;
         let mut graph = Graph::capture(stream, || -> Result<(), StepError> {
             for layer in 0..LAYERS {
