@@ -2,7 +2,7 @@
 use std::collections::HashMap;
 
 use afd_common::frame::{FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, body_crc};
-use afd_common::ids::Epoch;
+use afd_common::ids::{Epoch, HopKey, Shard, StepId};
 use afd_common::link::bare::BareWire;
 
 use crate::dice::Dice;
@@ -17,6 +17,8 @@ pub(crate) enum To {
 
 pub(crate) struct Link {
     pub(crate) rank: usize,
+    /// Of the rank, where the other end is the attention rank's and not a neighbour's.
+    pub(crate) shard: Option<Shard>,
     pub(crate) attention: BareWire,
     pub(crate) ffn: BareWire,
     /// The FFN process behind it is gone: what its end says is said by nobody.
@@ -48,11 +50,31 @@ pub(crate) struct Network {
     pub(crate) in_order: bool,
     last_arrival_us: HashMap<(usize, To), u64>,
     pub(crate) num_harmed: u64,
+    /// How often the attention rank sent each shard its part of a hop.
+    sends: HashMap<(HopKey, u32), u8>,
 }
 
 impl Network {
     pub(crate) fn new(faults: Faults, in_order: bool) -> Self {
-        Self { links: Vec::new(), faults, in_order, last_arrival_us: HashMap::new(), num_harmed: 0 }
+        Self {
+            links: Vec::new(),
+            faults,
+            in_order,
+            last_arrival_us: HashMap::new(),
+            num_harmed: 0,
+            sends: HashMap::new(),
+        }
+    }
+
+    /// The most that one shard was sent its part of one hop of the steps behind `warm_up`: its own are run again by every
+    /// rank that joins.
+    pub(crate) fn most_sends(&self, warm_up: StepId) -> u8 {
+        self.sends
+            .iter()
+            .filter(|((hop, _), _)| hop.step > warm_up)
+            .map(|(_, sends)| *sends)
+            .max()
+            .unwrap_or(0)
     }
 
     /// Takes what the ends have sent. `is_cut` says whether a direction of a rank is cut now.
@@ -69,6 +91,11 @@ impl Network {
                     let link = &self.links[at];
                     let from = if to == To::Ffn { &link.attention } else { &link.ffn };
                     let Some(bytes) = from.take_sent() else { break };
+                    if to == To::Ffn
+                        && let (Some(shard), Some(header)) = (link.shard, header_of(&bytes))
+                    {
+                        *self.sends.entry((header.hop, shard.index())).or_default() += 1;
+                    }
                     if (link.is_orphan && to == To::Attention) || is_cut(link.rank, to) {
                         continue;
                     }
@@ -128,15 +155,18 @@ impl Network {
 
 /// The same hop in a frame of an earlier life of the link, with other numbers: sound in itself.
 fn of_an_earlier_life(frame: &[u8]) -> Option<Vec<u8>> {
-    let limits = FrameLimits { max_rows: u32::MAX, max_body_bytes: u32::MAX };
-    let (header, _) = FrameHeader::decode(frame.first_chunk::<HEADER_BYTES>()?, &limits).ok()?;
-    if !matches!(header.kind, FrameKind::Dispatch | FrameKind::Combine) {
-        return None;
-    }
+    let header = header_of(frame)?;
     let mut body = frame[HEADER_BYTES..].to_vec();
     for value in body.chunks_exact_mut(4) {
         value.copy_from_slice(&77_777f32.to_le_bytes());
     }
     let header = FrameHeader { epoch: Epoch(header.epoch.0 - 1), ..header };
     Some([&header.encode(body_crc(&[&body]))[..], &body].concat())
+}
+
+/// Of a frame with rows.
+fn header_of(frame: &[u8]) -> Option<FrameHeader> {
+    let limits = FrameLimits { max_rows: u32::MAX, max_body_bytes: u32::MAX };
+    let (header, _) = FrameHeader::decode(frame.first_chunk::<HEADER_BYTES>()?, &limits).ok()?;
+    matches!(header.kind, FrameKind::Dispatch | FrameKind::Combine).then_some(header)
 }

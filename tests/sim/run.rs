@@ -11,6 +11,7 @@ use afd_common::link::Doorbell;
 use afd_tests::fixtures;
 use attention_svc::engine::{FfnLoss, FfnPort, SideTensors, StepOutline};
 use attention_svc::remote_ffn::clock::Clock;
+use attention_svc::remote_ffn::hop_table::MAX_SENDS;
 use attention_svc::remote_ffn::port::{PortParts, RemoteFfn};
 use attention_svc::remote_ffn::settings::PortSettings;
 use attention_svc::remote_ffn::stats::FfnStats;
@@ -40,6 +41,8 @@ pub(crate) struct Summary {
     /// Steps that ended with a typed error, however often they were repeated.
     pub(crate) failed: u64,
     pub(crate) replays: u64,
+    /// The most that one shard was sent its part of one hop.
+    pub(crate) most_sends: u8,
     pub(crate) losses: u64,
     pub(crate) harmed: u64,
     pub(crate) neighbours: u64,
@@ -50,6 +53,7 @@ impl Summary {
         self.hops += other.hops;
         self.failed += other.failed;
         self.replays += other.replays;
+        self.most_sends = self.most_sends.max(other.most_sends);
         self.losses += other.losses;
         self.harmed += other.harmed;
         self.neighbours += other.neighbours;
@@ -102,6 +106,8 @@ struct Straw {
     shape: Shape,
     dice: Dice,
     step: u64,
+    /// The last step of the warm-up.
+    warm_up: StepId,
     summary: Summary,
 }
 
@@ -318,11 +324,21 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
     };
     let port = RemoteFfn::new(settings, parts);
     let summary = Summary::default();
-    let mut straw =
-        Straw { world: Arc::clone(&world), clock: clock(), port, bell, shape, dice, step: 0, summary };
+    let mut straw = Straw {
+        world: Arc::clone(&world),
+        clock: clock(),
+        port,
+        bell,
+        shape,
+        dice,
+        step: 0,
+        warm_up: StepId(0),
+        summary,
+    };
 
     if seed % WARM_UP_EVERY == WARM_UP_EVERY - 1 {
         straw.warm_up()?;
+        straw.warm_up = StepId(straw.step);
     }
     for _ in 0..num_steps {
         if !straw.step()? {
@@ -351,11 +367,15 @@ fn violated(world: &Mutex<World>) -> Result<(), String> {
 
 /// The attention rank ends; nothing of it may be left anywhere.
 fn finish(straw: Straw) -> Result<Summary, String> {
-    let Straw { world, port, mut summary, .. } = straw;
+    let Straw { world, port, warm_up, mut summary, .. } = straw;
     drop(port);
     let mut world = lock(&world);
     summary.neighbours = world.num_neighbour_answers();
     summary.harmed = world.num_harmed();
+    summary.most_sends = world.most_sends(warm_up);
+    if summary.most_sends > MAX_SENDS {
+        return Err(format!("a hop was sent {} times to one shard", summary.most_sends));
+    }
     world.end();
     world.look();
     let until_us = world.now_us + 4 * LEASE.as_micros() as u64;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use afd_common::frame::RowType;
-use afd_common::ids::{Epoch, HopKey, Shard};
+use afd_common::ids::{Epoch, HopKey, Shard, StepId};
 use afd_common::link::bare;
 use afd_common::link::{Doorbell, Limits, LinkKind};
 use afd_common::proto::v1;
@@ -199,6 +199,10 @@ impl World {
 
     pub(crate) fn num_harmed(&self) -> u64 {
         self.network.num_harmed
+    }
+
+    pub(crate) fn most_sends(&self, warm_up: StepId) -> u8 {
+        self.network.most_sends(warm_up)
     }
 
     pub(crate) fn num_neighbour_answers(&self) -> u64 {
@@ -504,7 +508,7 @@ impl World {
         let (far, ffn) = bare::end(limits, process.bell());
         process.adopt(Box::new(far), Some(tag));
         let link = self.network.links.len();
-        self.network.links.push(Link { rank, attention, ffn, is_orphan: false });
+        self.network.links.push(Link { rank, shard: Some(at.shard), attention, ffn, is_orphan: false });
         let edge = EdgeId(self.next_edge);
         self.next_edge += 1;
         let (plan_sender, plans) = mpsc::channel(PLAN_QUEUE);
@@ -596,7 +600,7 @@ impl World {
                 let (near, attention) = bare::end(limits.clone(), Doorbell::default());
                 let (far, ffn) = bare::end(limits, process.bell());
                 process.adopt(Box::new(far), None);
-                self.network.links.push(Link { rank, attention, ffn, is_orphan: false });
+                self.network.links.push(Link { rank, shard: None, attention, ffn, is_orphan: false });
                 let step = at.neighbour.take().map_or(0, |neighbour| neighbour.step());
                 at.neighbour = Some(Neighbour::new(near, at.shard, self.shape.is_routed, step));
             }
