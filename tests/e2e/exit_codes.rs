@@ -196,6 +196,7 @@ fn an_ffn_that_does_not_come_may_come_another_time() -> anyhow::Result<()> {
 fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
     let no_ca = ["--tls-ca", "/nowhere/ca.pem"];
+    let profile = |more: &[&'static str]| [&["profile", "--url", "http://127.0.0.1:1"], more].concat();
     for (role, args, exit, word) in [
         ("ffn-svc", vec!["probe", &free], Exit::Failed, free.as_str()),
         ("attention-svc", vec!["probe", &free], Exit::Failed, &free),
@@ -217,6 +218,14 @@ fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
         ("attention-svc", vec!["profile", "--url", "http://127.0.0.1:1"], Exit::Failed, "127.0.0.1:1"),
         ("attention-svc", vec!["bench", "--url", "127.0.0.1:1"], Exit::Unusable, "http://127.0.0.1:8000"),
         ("attention-svc", vec!["profile", "--url", "127.0.0.1:1"], Exit::Unusable, "http://127.0.0.1:8000"),
+        ("attention-svc", profile(&["--steps", "0"]), Exit::Unusable, "--steps"),
+        ("attention-svc", profile(&["--steps", "1001"]), Exit::Unusable, "--steps"),
+        ("attention-svc", profile(&["--timeout", "0"]), Exit::Unusable, "--timeout"),
+        ("attention-svc", vec!["bench", "links", "--rows", "8,0"], Exit::Unusable, "--rows"),
+        ("attention-svc", vec!["bench", "links", "--rows", "abc"], Exit::Unusable, "--rows"),
+        ("attention-svc", vec!["bench", "links", "--columns", "65537"], Exit::Unusable, "--columns"),
+        ("attention-svc", vec!["bench", "links", "--time", "0s"], Exit::Unusable, "--time"),
+        ("attention-svc", vec!["doctor", "--timeout", "0s"], Exit::Unusable, "--timeout"),
         ("ffn-svc", vec!["probe", "localhost"], Exit::Unusable, "host:port"),
         ("attention-svc", vec!["probe", "localhost"], Exit::Unusable, "host:port"),
         ("attention-svc", vec!["doctor", "--attention", "localhost"], Exit::Unusable, "host:port"),

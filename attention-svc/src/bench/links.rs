@@ -22,14 +22,17 @@ pub(super) struct LinksArgs {
     /// Kinds of link
     #[arg(long, value_name = "KIND,…", value_delimiter = ',', value_parser = parse_kind, default_value = "loopback,shm,tcp,inline")]
     kinds: Vec<LinkKind>,
-    /// Sizes, rows of a hop
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,8,64,256,1024")]
+    /// Sizes, rows of a hop, up to 16384
+    #[arg(
+        long, value_name = "N,…", value_delimiter = ',', default_value = "1,8,64,256,1024",
+        value_parser = clap::value_parser!(u32).range(1..=16384)
+    )]
     rows: Vec<u32>,
-    /// Elements of a row, of two bytes each
-    #[arg(long, value_name = "N", default_value_t = 2048)]
+    /// Elements of a row, of two bytes each, up to 65536
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=65536))]
     columns: u32,
     /// Time for each link and size
-    #[arg(long, value_name = "TIME", default_value = "400ms")]
+    #[arg(long, value_name = "TIME", default_value = "400ms", value_parser = Span::positive)]
     time: Span,
     /// Kind that stands for the planner's link within a fast domain (scale_up) in the points that `plan calibrate` reads
     #[arg(long, value_name = "KIND", value_parser = parse_kind, default_value = "shm")]

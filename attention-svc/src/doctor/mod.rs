@@ -42,7 +42,7 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "FILE")]
     join_token_file: Option<PathBuf>,
     /// Time for all answers of one address
-    #[arg(long, value_name = "TIME", default_value = "10s")]
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = Span::positive)]
     timeout: Span,
     /// Clocks further apart than this are a fault
     #[arg(long, value_name = "TIME", default_value = "500ms")]

@@ -23,11 +23,14 @@ pub struct ProfileArgs {
     /// Attention rank to look at, such as http://127.0.0.1:8000
     #[arg(long, value_name = "URL", required = true, value_parser = served::url)]
     url: String,
-    /// Steps to record; they need requests to run for
-    #[arg(long, value_name = "N", default_value_t = 20)]
-    steps: usize,
-    /// Seconds to wait for them
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    /// Steps to record, up to 1000; they need requests to run for
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=route::MAX_STEPS))]
+    steps: u64,
+    /// Seconds to wait for them, up to 600
+    #[arg(
+        long, value_name = "SECONDS", default_value_t = 30,
+        value_parser = clap::value_parser!(u64).range(1..=route::MAX_TIMEOUT_S)
+    )]
     timeout: u64,
     /// Where to write the timeline; open it at https://ui.perfetto.dev
     #[arg(long, value_name = "FILE.json", default_value = "profile.json")]

@@ -15,9 +15,9 @@ use crate::engine::{EngineHandle, ProfiledStep};
 use crate::remote_ffn::stats::{FfnReport, FfnReports};
 
 /// Most steps of a timeline.
-const MAX_STEPS: usize = 1000;
+pub(super) const MAX_STEPS: u64 = 1000;
 /// Longest time that anybody may wait for them, seconds.
-const MAX_TIMEOUT_S: u64 = 600;
+pub(super) const MAX_TIMEOUT_S: u64 = 600;
 /// Time for the FFN ranks' reports of the last steps to arrive.
 const FOR_REPORTS: Duration = Duration::from_millis(500);
 /// How often it is looked whether they have: they have no event of their own.
@@ -26,7 +26,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wanted {
-    steps: usize,
+    steps: u64,
     timeout_s: u64,
 }
 
@@ -52,7 +52,7 @@ async fn handle(State(profiler): State<Profiler>, Json(wanted): Json<Wanted>) ->
         return refuse(StatusCode::BAD_REQUEST, what);
     }
     profiler.reports.take();
-    let recorded = profiler.engine.profile(steps);
+    let recorded = profiler.engine.profile(steps as usize);
     let Ok(recorded) = tokio::time::timeout(Duration::from_secs(timeout_s), recorded).await else {
         let what = format!("{steps} steps did not run within {timeout_s} s: is anything being generated?");
         return refuse(StatusCode::GATEWAY_TIMEOUT, what);

@@ -108,7 +108,20 @@ impl FromStr for Span {
             Duration::try_from_secs_f64(number * seconds).ok().filter(|d| d.as_secs() < 31_536_000).map(Self)
         };
         let example = "write it like 500ms, 30s, 2m or 1h";
-        parse().ok_or_else(|| BadQuantity { text: text.into(), what: "length of time", example })
+        parse().ok_or_else(|| BadQuantity { text: text.into(), what: "length of time below a year", example })
+    }
+}
+
+impl Span {
+    /// For options of which none at all makes no sense.
+    ///
+    /// # Errors
+    /// What is wrong with it, as the sentence goes on behind the option.
+    pub fn positive(text: &str) -> Result<Self, String> {
+        match text.parse::<Self>() {
+            Ok(Self(Duration::ZERO)) => Err("expected more than 0".into()),
+            parsed => parsed.map_err(|error| error.to_string()),
+        }
     }
 }
 
