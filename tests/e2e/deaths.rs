@@ -7,7 +7,7 @@ use afd_common::process::exit::Exit;
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use afd_tests::fixtures;
-use afd_tests::harness::{Pass, Process};
+use afd_tests::harness::{Pass, Process, greedy};
 use afd_tests::oracle;
 use anyhow::{Context, bail, ensure};
 use serde_json::json;
@@ -61,17 +61,7 @@ async fn health(address: SocketAddr) -> anyhow::Result<JoinHandle<Option<Serving
 
 fn request(max_tokens: u32) -> anyhow::Result<(v1::GenerateRequest, Vec<u32>)> {
     let expected = fixtures::expected(MODEL)?.prompts.remove(0);
-    let request = v1::GenerateRequest {
-        prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids: expected.input_ids })),
-        sampling: Some(v1::SamplingParams { temperature: Some(0.0), ..Default::default() }),
-        stop: Some(v1::StopConditions {
-            max_tokens: Some(max_tokens),
-            ignore_eos: Some(true),
-            ..Default::default()
-        }),
-        ..Default::default()
-    };
-    Ok((request, expected.generated_ids))
+    Ok((greedy(&expected.input_ids, max_tokens), expected.generated_ids))
 }
 
 /// The tokens that came, and how the stream ended.

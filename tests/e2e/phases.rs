@@ -121,16 +121,7 @@ pub(crate) async fn metric(address: SocketAddr, name: &str) -> anyhow::Result<f6
 /// The model's own continuation of a prompt, asked of one attention rank.
 async fn serves(address: SocketAddr) -> anyhow::Result<()> {
     let expected = fixtures::expected(MODEL)?.prompts.remove(0);
-    let request = v1::GenerateRequest {
-        prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids: expected.input_ids })),
-        sampling: Some(v1::SamplingParams { temperature: Some(0.0), ..Default::default() }),
-        stop: Some(v1::StopConditions {
-            max_tokens: Some(expected.generated_ids.len() as u32),
-            ignore_eos: Some(true),
-            ..Default::default()
-        }),
-        ..Default::default()
-    };
+    let request = harness::greedy(&expected.input_ids, expected.generated_ids.len() as u32);
     let mut client = InferenceServiceClient::new(Pass::default().grpc(address).await?);
     let (mut stream, mut emitted) = (client.generate(request).await?.into_inner(), Vec::new());
     while let Some(piece) = stream.message().await? {

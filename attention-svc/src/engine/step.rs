@@ -3,6 +3,8 @@
 //! The loop around it is [`run`](super::run), the layers are [`forward`](super::forward).
 use std::time::Instant;
 
+use afd_common::ids::StepId;
+
 use super::forward::{ForwardTimes, StageOutcomes, forward};
 use super::profile::StepTimes;
 use super::run::{Engine, Loss};
@@ -10,7 +12,6 @@ use super::trace::StepTrace;
 use super::{AttentionPort, EngineDeath, FfnLoss, StepOutline};
 use crate::request::SequenceError;
 use crate::scheduler::{ChosenStages, Phase, Stage, StagePick, StageRules, Step, StepLoad};
-use afd_common::ids::StepId;
 
 /// A step whose FFN was lost runs again at most this often in a row before its sequences fail.
 const MAX_STEP_REPEATS: u32 = 2;

@@ -17,6 +17,7 @@ use super::announce::{say, step_plan};
 use super::edge::Edge;
 use super::kept::Kept;
 use super::outstanding::{Refusal, refusal};
+use super::settings::PortSettings;
 use super::stats::FfnStats;
 use crate::engine::StepOutline;
 
@@ -70,6 +71,18 @@ pub struct Wire<'a> {
     pub stats: &'a FfnStats,
     /// Now.
     pub now: Instant,
+}
+
+impl<'a> Wire<'a> {
+    /// Of a port with these settings.
+    pub fn new(
+        settings: &PortSettings,
+        gathered: &'a mut Vec<u8>,
+        stats: &'a FfnStats,
+        now: Instant,
+    ) -> Self {
+        Self { rows: settings.rows, hidden_size: settings.hidden_size, gathered, stats, now }
+    }
 }
 
 impl WarmUp {

@@ -394,16 +394,7 @@ impl Deployment {
         prompt: &[u32],
         max_tokens: u32,
     ) -> anyhow::Result<tonic::Streaming<v1::GenerateResponse>> {
-        let request = v1::GenerateRequest {
-            prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids: prompt.to_vec() })),
-            sampling: Some(v1::SamplingParams { temperature: Some(0.0), ..Default::default() }),
-            stop: Some(v1::StopConditions {
-                max_tokens: Some(max_tokens),
-                ignore_eos: Some(true),
-                ..Default::default()
-            }),
-            ..Default::default()
-        };
+        let request = greedy(prompt, max_tokens);
         Ok(self.grpc(rank).await?.generate(self.spec.pass.show(request)).await?.into_inner())
     }
 
@@ -429,4 +420,18 @@ pub async fn metric(client: &reqwest::Client, url: &str, name: &str) -> anyhow::
     let text = client.get(url).send().await?.text().await?;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
     value.with_context(|| format!("{url} shows no {name}"))
+}
+
+/// Asks for the greedy continuation of token ids, past the model's end tokens.
+pub fn greedy(prompt: &[u32], max_tokens: u32) -> v1::GenerateRequest {
+    v1::GenerateRequest {
+        prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids: prompt.to_vec() })),
+        sampling: Some(v1::SamplingParams { temperature: Some(0.0), ..Default::default() }),
+        stop: Some(v1::StopConditions {
+            max_tokens: Some(max_tokens),
+            ignore_eos: Some(true),
+            ..Default::default()
+        }),
+        ..Default::default()
+    }
 }

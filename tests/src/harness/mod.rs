@@ -5,6 +5,6 @@ mod process;
 mod proxy;
 
 pub use certificates::Authority;
-pub use deployment::{Deployment, DeploymentSpec, Ffn, Pass, metric};
+pub use deployment::{Deployment, DeploymentSpec, Ffn, Pass, greedy, metric};
 pub use process::{Process, output, run};
 pub use proxy::{Harm, Network, Way};

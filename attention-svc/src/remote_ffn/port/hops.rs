@@ -72,13 +72,7 @@ impl RemoteFfn {
     fn poll_until_loss(&mut self) -> Option<(EdgeId, String)> {
         let now = self.clock.now();
         let now_us = (now - self.started).as_micros() as u64;
-        let wire = &mut Wire {
-            rows: self.settings.rows,
-            hidden_size: self.settings.hidden_size,
-            gathered: &mut self.gathered,
-            stats: &self.stats,
-            now,
-        };
+        let wire = &mut Wire::new(&self.settings, &mut self.gathered, &self.stats, now);
         for edge in self.edges.iter_mut() {
             loop {
                 match edge.link.poll_recv() {

@@ -25,13 +25,7 @@ impl RemoteFfn {
     pub(super) fn begin_late(&mut self, id: EdgeId) {
         let now = self.clock.now();
         let Some(edge) = self.edges.iter_mut().find(|edge| edge.id == id) else { return };
-        let wire = &mut Wire {
-            rows: self.settings.rows,
-            hidden_size: self.settings.hidden_size,
-            gathered: &mut self.gathered,
-            stats: &self.stats,
-            now,
-        };
+        let wire = &mut Wire::new(&self.settings, &mut self.gathered, &self.stats, now);
         if let Err(why) = self.script.begin(edge, wire) {
             self.handle_down(id, &why);
         }

@@ -2,8 +2,9 @@
 //! up in shard order, and sends the rows of a lost edge again to whoever serves its shard next.
 //!
 //! The FFN holds no request state, so nothing is lost with it: the rows of every outstanding hop are kept here until
-//! the hop is combined. In reading order: `members` (edges come and go), `late` (those that come late are warmed up), `rows` (what is sent and what is added up), `hops`
-//! (out and back), `stream` (whole steps, where a stream drives the links).
+//! the hop is combined. In reading order: `members` (edges come and go), `late` (those that come late are warmed up),
+//! `rows` (what is sent and what is added up), `hops` (out and back), `stream` (whole steps, where a stream drives the
+//! links).
 use std::sync::Arc;
 use std::time::Instant;
 
