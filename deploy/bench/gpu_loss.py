@@ -7,8 +7,14 @@ from gpu_rig import MODEL, Pair, expected_of, free_address, full_size_ffn, tiny_
 from gpu_serve import Process, complete, forced, full_size, metrics
 
 
-def kill_when_decoding(running, process, steps=100):
+def pace(args):
+    """Steps until something happens, and tokens of an answer: beside attention every hop waits for the device's turns."""
+    return (10, 60) if args.one_gpu else (100, 600)
+
+
+def kill_when_decoding(running, process, steps=None):
     """kill -9 once the engine has run so many steps more."""
+    steps = steps or pace(running.args)[0]
     until = float(metrics(running.address)["afd_steps_total"]) + steps
     deadline = time.time() + 60
     while float(metrics(running.address)["afd_steps_total"]) < until and time.time() < deadline:
@@ -35,7 +41,7 @@ def loss_exact(args, lines):
     """In float32 every answer is the recorded one, whatever is killed meanwhile: the FFN, then attention."""
     name, listen, good = "tiny-deepseek-v2", free_address(), True
     expected = expected_of(args, name)
-    running = Pair(args, "loss exact", [(tiny_ffn(args, name), "1")], tiny_attention(args, name), "cuda-ipc", listen)
+    running = Pair(args, "loss exact", [(tiny_ffn(args, name), args.ffn_gpu)], tiny_attention(args, name), "cuda-ipc", listen)
     try:
         until, answers, back = [time.time() + 60], [], []
 
@@ -47,7 +53,7 @@ def loss_exact(args, lines):
             try:
                 kill_when_decoding(running, running.ffns[0])
                 killed = time.time()
-                running.ffns.append(Process("loss-exact-ffn-again", tiny_ffn(args, name), args.out, gpus="1", listen=listen))
+                running.ffns.append(Process("loss-exact-ffn-again", tiny_ffn(args, name), args.out, gpus=args.ffn_gpu, listen=listen))
                 running.ffns[-1].address(time.time() + 60)
                 back.append(time.time())
                 return killed
@@ -80,19 +86,19 @@ def loss_exact(args, lines):
 def loss_full_size(args, lines):
     """Full size in bfloat16, graphs replayed on both sides: what is answered is teacher-forced through the same pair."""
     good, listen = True, free_address()
-    ffn = full_size_ffn(args)
-    running = Pair(args, "loss", [(ffn, "1")], full_size(args, MODEL, "--stages", "1"), "cuda-ipc", listen)
+    ffn, tokens = full_size_ffn(args), pace(args)[1]
+    running = Pair(args, "loss", [(ffn, args.ffn_gpu)], full_size(args, MODEL, "--stages", "1"), "cuda-ipc", listen)
     try:
         prompts = [{"input_ids": [(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(200)]} for i in range(8)]
-        calls = [lambda p=p: complete(running.address, MODEL, p, 600) for p in prompts]
+        calls = [lambda p=p: complete(running.address, MODEL, p, tokens) for p in prompts]
         undisturbed = together(calls)
 
         def kill():
             kill_when_decoding(running, running.ffns[0])
-            running.ffns.append(Process("loss-ffn-again", ffn, args.out, gpus="1", listen=listen))
+            running.ffns.append(Process("loss-ffn-again", ffn, args.out, gpus=args.ffn_gpu, listen=listen))
 
         found = together([kill, *calls])[1:]
-        answered = sum(isinstance(text, str) and len(text.split()) == 600 for text in found)
+        answered = sum(isinstance(text, str) and len(text.split()) == tokens for text in found)
         same = sum(text == before for text, before in zip(found, undisturbed))
         lines.append(f"  bfloat16, FFN killed: {answered} of 8 answered in full, {same} word for word as without it")
         lines += [f"    {text!r}"[:300] for text in found if not isinstance(text, str)]
@@ -102,7 +108,7 @@ def loss_full_size(args, lines):
         cut = together([lambda: kill_when_decoding(running, running.attention), *calls])[1:]
         begun = time.time()
         running.start_attention()
-        again = together([lambda p=p: complete(running.address, MODEL, p, 100) for p in prompts])
+        again = together([lambda p=p: complete(running.address, MODEL, p, tokens // 6) for p in prompts])
         failed, answered = sum(not isinstance(text, str) for text in cut), sum(isinstance(text, str) for text in again)
         counted = {k: v for k, v in metrics(running.ffns[-1].address(time.time() + 5)).items() if "stream_steps" in k}
         lines.append(f"  bfloat16, attention killed with {failed} requests in it: a new one is ready after {running.attention.started_s:.1f} s on the same FFN, {answered} of 8 answered")
@@ -116,7 +122,7 @@ def loss_full_size(args, lines):
 def drain(args, lines):
     """SIGTERM while steps are under way: attention ends when its requests have, or at its limit though its FFN is stopped; the
     FFN ends when it is told to, and a new one takes its place."""
-    good = True
+    good, (steps, tokens) = True, pace(args)
     prompts = [{"input_ids": [(7919 * (i + 1) * (k + 3)) % 100000 + 3 for k in range(200)]} for i in range(8)]
 
     def ended(process, since):
@@ -124,8 +130,6 @@ def drain(args, lines):
         return f"exit code {process.process.returncode} after {time.time() - since:.2f} s"
 
     def decoding(running):
-        # Beside attention every hop waits for the device's turns.
-        steps = 10 if args.ffn_gpu == "0" else 100
         until = float(metrics(running.address)["afd_steps_total"]) + steps
         while float(metrics(running.address)["afd_steps_total"]) < until:
             time.sleep(0.01)
@@ -143,8 +147,8 @@ def drain(args, lines):
                 running.attention.process.send_signal(signal.SIGTERM)
                 return ended(running.attention, since)
 
-            told, *found = together([tell, *(lambda p=p: complete(running.address, MODEL, p, 600) for p in prompts)])
-            full = sum(isinstance(text, str) and len(text.split()) == 600 for text in found)
+            told, *found = together([tell, *(lambda p=p: complete(running.address, MODEL, p, tokens) for p in prompts)])
+            full = sum(isinstance(text, str) and len(text.split()) == tokens for text in found)
             good &= isinstance(told, str) and told.startswith("exit code 0") and full == (0 if is_stopped else 8)
             lines.append(f"  {label}: {told}, {full} of 8 requests answered in full")
         finally:
@@ -162,8 +166,8 @@ def drain(args, lines):
             running.ffns.append(Process("drain-ffn-again", full_size_ffn(args), args.out, gpus=args.ffn_gpu, listen=listen))
             return told
 
-        told, *found = together([tell, *(lambda p=p: complete(running.address, MODEL, p, 600) for p in prompts)])
-        full = sum(isinstance(text, str) and len(text.split()) == 600 for text in found)
+        told, *found = together([tell, *(lambda p=p: complete(running.address, MODEL, p, tokens) for p in prompts)])
+        full = sum(isinstance(text, str) and len(text.split()) == tokens for text in found)
         good &= isinstance(told, str) and told.startswith("exit code 0") and full == 8
         lines.append(f"  the FFN told to end, another started: {told}, {full} of 8 requests answered in full")
         lines += [f"    {text!r}"[:300] for text in found if not isinstance(text, str)]

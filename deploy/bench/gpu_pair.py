@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks and measures the pair on two GPUs, attention on the first and the FFN on the second. Beside gpu_serve.py.
+"""Checks and measures the pair on two GPUs, attention on the first and the FFN on the second (--ffn-gpu). Beside gpu_serve.py.
 
     gpu_pair.py [--bin DIR] [--fixtures DIR] [--out DIR] SECTION...
 
@@ -10,6 +10,9 @@ drawn), profile (a timeline of both GPUs), prompts (the same of steps that
 read 64 prompts, the first ever and others, by what each GPU waits for),
 drain (SIGTERM while steps are under way), loss (kill -9 of the FFN, and of
 attention, while requests decode; a new one comes up in its place, and what was answered is judged). A section's table is printed when it ends.
+
+With --ffn-gpu 0 both share one GPU: every hop then waits for the device's turns, so requests are shorter and times mean nothing,
+but what is answered is checked all the same. What one GPU cannot show says that it was skipped: NCCL takes a device once.
 """
 import argparse
 import json
@@ -57,19 +60,31 @@ def token_for_token(args, lines, name, link, ffns, label):
     return same == 2 * len(expected)
 
 
+def can(args, link, lines):
+    """Whether the link is for this machine; says so if not."""
+    if link == "nccl" and args.one_gpu:
+        lines.append("  nccl: skipped: it takes two GPUs")
+        return False
+    return True
+
+
 def fixtures(args, lines):
     links = [("cuda-ipc", name) for name in args.families] + [(link, "tiny-deepseek-v2") for link in ("nccl", "shm", "tcp")]
-    equal = [token_for_token(args, lines, name, link, [(tiny_ffn(args, name), "1")], link) for link, name in links]
+    links = [(link, name) for link, name in links if can(args, link, lines)]
+    equal = [token_for_token(args, lines, name, link, [(tiny_ffn(args, name), args.ffn_gpu)], link) for link, name in links]
     return all(equal)
 
 
 def shards(args, lines):
     """Two FFN shards. Those of one GPU take turns on it, and a wait holds it for its whole turn: slow, and still right."""
-    places = [("both on GPU 1", ("1", "1")), ("one beside attention", ("1", "0"))]
+    places = [(f"both on GPU {args.ffn_gpu}", (args.ffn_gpu,) * 2), ("one beside attention", (args.ffn_gpu, "0"))]
+    places = places[:1] if args.one_gpu else places
     runs = [("cuda-ipc", name, place) for name in ("tiny-deepseek-v2", "tiny-qwen3-moe") for place in places]
     runs += [("nccl", "tiny-deepseek-v2", places[0]), ("shm", "tiny-deepseek-v2", places[0])]
     good = True
     for link, name, (where, gpus) in runs:
+        if not can(args, link, lines):
+            continue
         ffns = [(tiny_ffn(args, name, "--shard", f"{i}/2", "--rank", str(i)), gpu) for i, gpu in enumerate(gpus)]
         good &= token_for_token(args, lines, name, link, ffns, f"{link}, 2 shards, {where}")
     # Qwen with one layer: where the last chosen expert and the next are nearly equal, a rounding changes the choice, and
@@ -77,7 +92,7 @@ def shards(args, lines):
     for name, layers in ((MODEL, 2), ("qwen3-30b-a3b", 1)):
         model, running = model_folder(args, name, layers), None
         dummy = dummy_weights(args)
-        ffns = [(ffn_command(args, model, *dummy, "--shard", f"{i}/2", "--rank", str(i)), "1") for i in range(2)]
+        ffns = [(ffn_command(args, model, *dummy, "--shard", f"{i}/2", "--rank", str(i)), args.ffn_gpu) for i in range(2)]
         try:
             attention = full_size(args, name, "--stages", "1", "--max-capture-size", "8", layers=layers)
             running = Pair(args, f"{name} 2 shards", ffns, attention, "cuda-ipc")
@@ -95,16 +110,19 @@ def shards(args, lines):
 
 def pair(args, lines):
     good = True
-    lines.append(f"{MODEL}, attention and FFN on a GPU each, {args.input_len} in, {args.output_len} out; ms")
+    where = "both on one GPU" if args.one_gpu else "a GPU each"
+    lines.append(f"{MODEL}, attention and FFN, {where}, {args.input_len} in, {args.output_len} out; ms")
     lines.append(HEAD)
     for label, link, more in args.layouts:
+        if not can(args, link, lines):
+            continue
         running = None
         try:
             ffn = full_size_ffn(args)
             running = Pair(args, label, [(ffn, args.ffn_gpu)], full_size(args, MODEL, *more), link)
             lines.append(f"  ready after {running.started_s:.1f} s")
             judge(running.address, MODEL, lines, f"  {label} (random weights are chaotic over 27 layers; not counted)")
-            measure(args, running.address, MODEL, lines, label, 1, gpus=2)
+            measure(args, running.address, MODEL, lines, label, 1, gpus=1 if args.one_gpu else 2)
             counted = metrics(running.address)
             told = {k: v for k, v in counted.items() if ("graph" in k or "by_stages" in k) and float(v)}
             lines.append(f"    {told}")
@@ -253,7 +271,7 @@ def prompts(args, lines):
     """Steps that read 64 prompts at once, of a pair that has read none yet and again: what each GPU does in them, and what it
     waits for."""
     ffn = full_size_ffn(args)
-    running = Pair(args, "prompts", [(ffn, "1")], full_size(args, MODEL), "cuda-ipc")
+    running = Pair(args, "prompts", [(ffn, args.ffn_gpu)], full_size(args, MODEL), "cuda-ipc")
     try:
         for turn in ("first", "again"):
             out = args.out / f"timeline-prompts-{turn}.json"
@@ -288,9 +306,10 @@ def main():
     parser.add_argument("--batched-tokens", type=int, default=2 * 8192 + 128, help="most tokens of a step")
     parser.add_argument("--families", type=lambda text: text.split(","), default=FAMILIES, help="of the section fixtures")
     parser.add_argument("--attention", type=shlex.split, default=[], help="more options of the attention rank")
-    parser.add_argument("--ffn-gpu", default="1", help="where the FFN of pair, sampled, profile and drain is; beside attention it is slow")
+    parser.add_argument("--ffn-gpu", default="1", help="where the FFN is; 0: beside attention, which is slow")
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     args = parser.parse_args()
+    args.one_gpu = args.ffn_gpu == "0"
     told, good = [], True
     for section in args.sections:
         begun, lines = time.time(), [f"== {section}"]

@@ -53,16 +53,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Starts it with `part` to play.
-    pub(crate) fn start(part: &str) -> Result<Self> {
-        let count = Device::count()?;
-        if count < 2 {
-            return Err(format!("skipped: {count} GPUs, 2 needed").into());
-        }
-        Self::start_on(part, 1)
-    }
-
-    /// The same on a GPU of one's choice.
+    /// Starts it on a GPU with `part` to play.
     pub(crate) fn start_on(part: &str, gpu: usize) -> Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = listener.local_addr()?.port();
