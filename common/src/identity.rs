@@ -1,5 +1,8 @@
 //! What two processes compare before they work together, computed alike on both sides.
+use std::path::Path;
+
 use crate::config::model::ModelConfig;
+use crate::config::option::{OptionError, refuse};
 use crate::frame::RowType;
 use crate::placement::{CONTIGUOUS, Placement};
 use crate::proto::v1;
@@ -38,6 +41,76 @@ impl From<GatePlacement> for v1::GatePlacement {
     }
 }
 
+/// Which side computes the shared experts of a mixture, which every row goes through.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SharedExpertPlacement {
+    /// The FFN: a slice on each shard, or whole where the gate is on attention.
+    #[default]
+    Ffn,
+    /// Attention, while the FFN computes the routed ones.
+    Attention,
+}
+
+impl std::str::FromStr for SharedExpertPlacement {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse().map(|side| match side {
+            GatePlacement::Ffn => Self::Ffn,
+            GatePlacement::Attention => Self::Attention,
+        })
+    }
+}
+
+impl From<SharedExpertPlacement> for v1::SharedExpertPlacement {
+    fn from(shared_experts: SharedExpertPlacement) -> Self {
+        match shared_experts {
+            SharedExpertPlacement::Ffn => Self::Ffn,
+            SharedExpertPlacement::Attention => Self::Attention,
+        }
+    }
+}
+
+/// Which side computes what of a mixture of experts, beside the routed ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sides {
+    /// The router.
+    pub gate: GatePlacement,
+    /// The shared experts.
+    pub shared_experts: SharedExpertPlacement,
+}
+
+/// Shared experts on the FFN.
+impl From<GatePlacement> for Sides {
+    fn from(gate: GatePlacement) -> Self {
+        Self { gate, shared_experts: SharedExpertPlacement::Ffn }
+    }
+}
+
+impl Sides {
+    /// Why attention may not have shared experts where a role is on a GPU.
+    pub const NOT_ON_GPU: &str = "is attention, which needs --device cpu";
+
+    /// Whether attention computes shared experts.
+    pub fn shared_on_attention(self) -> bool {
+        self.shared_experts == SharedExpertPlacement::Attention
+    }
+
+    /// Whether a model has what these sides are said to compute; `folder` is its checkpoint.
+    ///
+    /// # Errors
+    /// [`OptionError`] names the option and the model.
+    pub fn check(self, config: &ModelConfig, folder: &Path) -> Result<(), OptionError> {
+        if self.shared_on_attention() && !config.has_shared_experts() {
+            let (folder, architecture) = (folder.display(), config.architecture);
+            let what = format!("is attention, and {folder} ({architecture}) has no shared experts");
+            return refuse("--shared-experts", what);
+        }
+        Ok(())
+    }
+}
+
 impl From<Routing> for v1::Routing {
     fn from(routing: Routing) -> Self {
         match routing {
@@ -50,8 +123,8 @@ impl From<Routing> for v1::Routing {
 /// How experts are chosen and where they are, to be alike on both roles.
 #[derive(Clone, Debug, Default)]
 pub struct ExpertRules {
-    /// Which side routes.
-    pub gate: GatePlacement,
+    /// Which side routes, and which computes the shared ones.
+    pub sides: Sides,
     /// Who chooses.
     pub routing: Routing,
     /// Who has which; `None`: contiguous parts.
@@ -71,12 +144,13 @@ pub fn model_identity(
         hidden_size: config.hidden_size as u32,
         num_layers: config.layers.len() as u32,
         activation_dtype: dtype(activations).into(),
-        gate_placement: v1::GatePlacement::from(experts.gate).into(),
+        gate_placement: v1::GatePlacement::from(experts.sides.gate).into(),
         placement: experts
             .placement
             .as_ref()
             .map_or_else(|| CONTIGUOUS.into(), |placed| placed.digest(config)),
         routing: v1::Routing::from(experts.routing).into(),
+        shared_expert_placement: v1::SharedExpertPlacement::from(experts.sides.shared_experts).into(),
     }
 }
 
@@ -92,12 +166,16 @@ pub struct Compared {
 }
 
 /// What must be alike on both sides, the plainest first: a fingerprint differs whenever one of the first three does.
-pub fn compared(model: &v1::ModelIdentity) -> [Compared; 8] {
+pub fn compared(model: &v1::ModelIdentity) -> [Compared; 9] {
     let of = |field, value: String, options| Compared { field, value, options };
-    // Who says nothing has contiguous parts, and lets the model route.
+    // Who says nothing has contiguous parts, lets the model route, and has shared experts on the FFN.
     let placement = if model.placement.is_empty() { CONTIGUOUS } else { &model.placement };
     let routing = match model.routing() {
         v1::Routing::Unspecified => v1::Routing::Model,
+        said => said,
+    };
+    let shared_experts = match model.shared_expert_placement() {
+        v1::SharedExpertPlacement::Unspecified => v1::SharedExpertPlacement::Ffn,
         said => said,
     };
     [
@@ -107,6 +185,11 @@ pub fn compared(model: &v1::ModelIdentity) -> [Compared; 8] {
         of("model.fingerprint", model.fingerprint.clone(), "--model, or --load-format and --seed"),
         of("model.activation_dtype", spelling::dtype(model.activation_dtype()).into(), "--dtype"),
         of("model.gate_placement", spelling::gate(model.gate_placement()).into(), "--gate"),
+        of(
+            "model.shared_expert_placement",
+            spelling::shared_experts(shared_experts).into(),
+            "--shared-experts",
+        ),
         of("model.placement", placement.into(), "--placement"),
         of("model.routing", spelling::routing(routing).into(), "--routing"),
     ]

@@ -36,6 +36,15 @@ pub fn gate(gate: v1::GatePlacement) -> &'static str {
     }
 }
 
+/// As `--shared-experts` takes it.
+pub fn shared_experts(placed: v1::SharedExpertPlacement) -> &'static str {
+    match placed {
+        v1::SharedExpertPlacement::Unspecified => "unspecified",
+        v1::SharedExpertPlacement::Ffn => "ffn",
+        v1::SharedExpertPlacement::Attention => "attention",
+    }
+}
+
 /// As `--routing` takes it.
 pub fn routing(routing: v1::Routing) -> &'static str {
     match routing {
@@ -108,7 +117,7 @@ pub fn cut(text: &str, most: usize) -> String {
 mod tests {
     use super::*;
     use crate::config::dtype::DtypeChoice;
-    use crate::identity::GatePlacement;
+    use crate::identity::{GatePlacement, SharedExpertPlacement};
     use crate::link::LinkKind;
     use crate::routing::Routing;
 
@@ -138,6 +147,9 @@ mod tests {
         }
         for side in [GatePlacement::Ffn, GatePlacement::Attention] {
             assert_eq!(gate(side.into()).parse(), Ok(side));
+        }
+        for side in [SharedExpertPlacement::Ffn, SharedExpertPlacement::Attention] {
+            assert_eq!(shared_experts(side.into()).parse(), Ok(side));
         }
         for who in [Routing::Model, Routing::Balanced] {
             assert_eq!(routing(who.into()).parse(), Ok(who));

@@ -140,6 +140,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         architecture = model.architecture,
         fingerprint = &model.fingerprint[..12.min(model.fingerprint.len())],
         dtype = spelling::dtype(model.activation_dtype()),
+        gate = spelling::gate(model.gate_placement()),
+        shared_experts = spelling::shared_experts(model.shared_expert_placement()),
         device = %config.device,
         load_format = %config.load_format,
         threads = config.threads,

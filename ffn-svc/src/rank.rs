@@ -5,7 +5,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
-use afd_common::identity::{ExpertRules, model_identity};
+use afd_common::config::option::OptionError;
+use afd_common::identity::{ExpertRules, Sides, model_identity};
 use afd_common::ids::LayerIdx;
 use afd_common::net::Listener;
 use afd_common::placement::{Placement, PlacementFile};
@@ -56,6 +57,9 @@ pub enum StartError {
         /// What is wrong with it, by the names in it.
         what: String,
     },
+    /// An option does not go with the checkpoint.
+    #[error(transparent)]
+    Option(#[from] OptionError),
     /// This shard cannot be built from the checkpoint.
     #[error("--model {folder}, --shard {index}/{count}: {source}")]
     Model {
@@ -110,6 +114,7 @@ impl StartError {
             Self::ModelConfig { .. }
             | Self::Weights { .. }
             | Self::Placement { .. }
+            | Self::Option(_)
             | Self::Empty { .. }
             | Self::Serve(ServeError::RowsTooLarge { .. }) => Exit::Unusable,
             Self::Device { .. } | Self::Metric(_) | Self::Thread(_) | Self::Serve(_) => Exit::Failed,
@@ -152,7 +157,8 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
     let model_config = ModelConfig::load(&config.model)
         .map_err(|source| StartError::ModelConfig { folder: folder.clone(), source })?;
     let (index, count) = (config.shard.index(), config.shard.count());
-    let most = most_shards(&model_config);
+    config.sides.check(&model_config, &config.model)?;
+    let most = most_shards(&model_config, config.sides);
     if count as usize > most {
         return Err(StartError::Empty { folder, index, count, most });
     }
@@ -171,7 +177,7 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
     let weights = weights.on(config.device.torch()).map_err(|source| failed(source.into()))?;
     let model = match config.device {
         DeviceChoice::Cpu => {
-            FfnModel::load_placed(&model_config, &weights, config.shard, config.gate, &placed)
+            FfnModel::load_placed(&model_config, &weights, config.shard, config.sides, &placed)
                 .map(ShardModel::Cpu)
         }
         DeviceChoice::Cuda(ordinal) => {
@@ -181,7 +187,7 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
                 &model_config,
                 &weights,
                 config.shard,
-                config.gate,
+                config.sides,
                 &placed,
                 Some(&device),
             )
@@ -198,7 +204,7 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
             "--shard {index}/{count}: this shard owns no routed expert of these layers"
         );
     }
-    let experts = ExpertRules { gate: config.gate, routing: config.routing, placement };
+    let experts = ExpertRules { sides: config.sides, routing: config.routing, placement };
     let identity = model_identity(&model_config, weights.fingerprint(), rows, &experts);
     Ok(Loaded { model, identity })
 }
@@ -213,9 +219,10 @@ fn read_placement(config: &Config, model: &ModelConfig) -> Result<Option<Arc<Pla
 }
 
 /// Parts into which some layer can be split: its experts, or a dense FFN's or shared experts' intermediate size.
-fn most_shards(config: &ModelConfig) -> usize {
+fn most_shards(config: &ModelConfig, sides: Sides) -> usize {
     let parts = config.layers.iter().map(|layer| match layer {
         FfnConfig::Dense(dense) => dense.intermediate_size,
+        FfnConfig::Moe(moe) if sides.shared_on_attention() => moe.num_experts,
         FfnConfig::Moe(moe) => moe.num_experts.max(moe.shared_intermediate_size),
     });
     parts.max().unwrap_or(1)

@@ -15,9 +15,10 @@ fn identity() -> impl Strategy<Value = v1::Identity> {
 }
 
 fn model() -> impl Strategy<Value = v1::ModelIdentity> {
-    let numbers = (any::<u32>(), any::<u32>(), any::<i32>(), any::<i32>(), any::<i32>());
+    let numbers = (any::<u32>(), any::<u32>(), any::<[i32; 4]>());
     (text(), text(), text(), numbers).prop_map(|(fingerprint, architecture, placement, numbers)| {
-        let (hidden_size, num_layers, activation_dtype, gate_placement, routing) = numbers;
+        let (hidden_size, num_layers, enums) = numbers;
+        let [activation_dtype, gate_placement, routing, shared_expert_placement] = enums;
         v1::ModelIdentity {
             fingerprint,
             architecture,
@@ -27,6 +28,7 @@ fn model() -> impl Strategy<Value = v1::ModelIdentity> {
             gate_placement,
             placement,
             routing,
+            shared_expert_placement,
         }
     })
 }

@@ -30,6 +30,7 @@ impl StageModel for SimModel {
             num_experts: 0,
             experts_per_token: 0,
             local_experts: Vec::new(),
+            shared_experts: None,
         };
         let routed = LayerInputs {
             side: SideKind::TopK,
@@ -37,6 +38,7 @@ impl StageModel for SimModel {
             num_experts: NUM_EXPERTS as u32,
             experts_per_token: TOP_K as u32,
             local_experts: local,
+            shared_experts: None,
         };
         StageSpec {
             hidden_size: HIDDEN,

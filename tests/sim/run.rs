@@ -310,7 +310,7 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
         loss_timeout: LOSS_TIMEOUT,
         model: model(),
         experts: ExpertRules {
-            gate: if shape.is_routed { GatePlacement::Attention } else { GatePlacement::Ffn },
+            sides: if shape.is_routed { GatePlacement::Attention } else { GatePlacement::Ffn }.into(),
             ..ExpertRules::default()
         },
         place: None,

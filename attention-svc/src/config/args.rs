@@ -7,7 +7,7 @@ use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::units::{ByteSize, Span};
-use afd_common::identity::GatePlacement;
+use afd_common::identity::{GatePlacement, SharedExpertPlacement};
 use afd_common::routing::Routing;
 use afd_common::telemetry::LogFormat;
 use clap::Args;
@@ -106,6 +106,10 @@ pub struct ServeArgs {
     /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]
     #[arg(long, value_name = "SIDE", help_heading = "FFN")]
     pub gate: Option<GatePlacement>,
+    /// Which side computes the shared experts of a mixture: ffn, or attention, while the FFN computes the routed ones; the
+    /// same on both roles [default: ffn]
+    #[arg(long, value_name = "SIDE", help_heading = "FFN")]
+    pub shared_experts: Option<SharedExpertPlacement>,
     /// File that says which shard has which experts (JSON or TOML), as ffn-svc place makes it; the same on both roles
     /// [default: contiguous parts]
     #[arg(long, value_name = "FILE", help_heading = "FFN")]

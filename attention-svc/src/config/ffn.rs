@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::option::{OptionError, client_tls, deployment, join_token, refuse};
-use afd_common::identity::GatePlacement;
+use afd_common::identity::Sides;
 use afd_common::net::tls::{ClientTls, Identity};
 use afd_common::routing::Routing;
 
@@ -21,8 +21,8 @@ pub struct FfnConfig {
     pub deployment: String,
     /// How rows travel.
     pub link: LinkChoice,
-    /// Which side routes.
-    pub gate: GatePlacement,
+    /// Which side routes, and which has shared experts.
+    pub sides: Sides,
     /// Where experts are, unless in contiguous parts.
     pub placement: Option<PathBuf>,
     /// Who chooses them.
@@ -48,6 +48,7 @@ impl FfnConfig {
         let Some(target) = args.ffn.clone() else {
             return refuse("--ffn", "is missing: give the addresses of FFN ranks, or local");
         };
+        let sides = sides(args, &target)?;
         if let Some(link) = args.link.filter(|link| link.needs_gpu())
             && args.device.unwrap_or_default() == DeviceChoice::Cpu
         {
@@ -60,7 +61,7 @@ impl FfnConfig {
             rank: args.rank.unwrap_or(0),
             deployment: deployment(args.deployment.as_deref())?,
             link: args.link.unwrap_or_default(),
-            gate: args.gate.unwrap_or_default(),
+            sides,
             placement: args.placement.clone(),
             routing: args.routing.unwrap_or_default(),
             join_token: join_token(args.join_token_file.as_deref())?.unwrap_or_default(),
@@ -72,6 +73,22 @@ impl FfnConfig {
             loss_timeout: time("--ffn-loss-timeout", args.ffn_loss_timeout, 30)?,
         })
     }
+}
+
+fn sides(args: &ServeArgs, target: &FfnTarget) -> Result<Sides, OptionError> {
+    let sides = Sides {
+        gate: args.gate.unwrap_or_default(),
+        shared_experts: args.shared_experts.unwrap_or_default(),
+    };
+    let why = match (target, args.device.unwrap_or_default()) {
+        _ if !sides.shared_on_attention() => return Ok(sides),
+        (FfnTarget::Local, _) => {
+            "is attention, and --ffn is local: both sides are this process, where they take turns"
+        }
+        (_, DeviceChoice::Cuda(_)) => Sides::NOT_ON_GPU,
+        (FfnTarget::Remote(_), DeviceChoice::Cpu) => return Ok(sides),
+    };
+    refuse("--shared-experts", why)
 }
 
 fn ffn_tls(args: &ServeArgs) -> Result<Option<ClientTls>, OptionError> {

@@ -63,6 +63,12 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--block-size", "0"], &["--block-size is 0"]),
         (&["--block-size", "99999999999"], &["--block-size is 99999999999"]),
         (&["--gate", "nobody"], &["--gate", "nobody"]),
+        (&["--shared-experts", "nobody"], &["--shared-experts", "nobody"]),
+        (&["--shared-experts", "attention"], &["--shared-experts is attention", "--ffn is local"]),
+        (
+            &["--ffn", "a:1", "--shared-experts", "attention", "--device", "cuda:0"],
+            &["--shared-experts is attention", "--device cpu"],
+        ),
         (&["--dtype", "float8"], &["--dtype", "float8"]),
         (&["--kv-cache-memory", "lots"], &["--kv-cache-memory", "lots", "1.5GiB"]),
         (&["--join-timeout", "soon"], &["--join-timeout", "soon"]),

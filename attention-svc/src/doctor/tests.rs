@@ -174,6 +174,16 @@ fn another_model_is_told_by_the_plainest_field() {
     says(&seen, Fault::Model, &["`model.fingerprint` is beef there and f00d here", "--seed"]);
     let seen = deployment(|_, f0, _| of(f0).gate_placement = v1::GatePlacement::Attention.into());
     says(&seen, Fault::Model, &["`model.gate_placement` is attention there and ffn here", "--gate"]);
+    // A rank that says nothing of shared experts has them.
+    let there = v1::SharedExpertPlacement::Ffn;
+    assert!(
+        diagnose(&deployment(|_, f0, _| of(f0).shared_expert_placement = there.into()), MAX_SKEW).is_empty()
+    );
+    let seen = deployment(|_, f0, _| {
+        of(f0).shared_expert_placement = v1::SharedExpertPlacement::Attention.into();
+    });
+    let words = "`model.shared_expert_placement` is attention there and ffn here";
+    says(&seen, Fault::Model, &[words, "--shared-experts"]);
 }
 
 #[test]

@@ -66,6 +66,15 @@ pub trait AttentionPort: Send {
         input_ids: &[u32],
     ) -> Result<SideTensors, AttentionError>;
 
+    /// What attention itself adds to the output of the layer's FFN for the rows `ffn_in`, `[num_rows, hidden]` f32: its shared
+    /// experts, where they are placed here. Asked for once per layer and stage, while the FFN works on the rows.
+    ///
+    /// # Errors
+    /// [`AttentionError`]; the stage cannot go on.
+    fn shared_experts(&self, _layer: LayerIdx, _ffn_in: &Tensor) -> Result<Option<Tensor>, AttentionError> {
+        Ok(None)
+    }
+
     /// Whether it ever has anything to make ready.
     fn warms_up(&self) -> bool {
         false

@@ -118,6 +118,10 @@ impl AttentionPort for CachedAttention {
         }
     }
 
+    fn shared_experts(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<Option<Tensor>, AttentionError> {
+        Ok(self.model.shared_experts(layer, ffn_in)?)
+    }
+
     fn warms_up(&self) -> bool {
         self.decoder.is_some()
     }

@@ -5,12 +5,16 @@
 //! stage 0   attend L0 ──▶ FFN L0 ───────▶ attend L1 ──▶ FFN L1 ─ …
 //! stage 1             attend L0 ──▶ FFN L0 ───────▶ attend L1 ─ …
 //! ```
+//!
+//! Shared experts that are placed on attention are computed when nothing else is left to send: right before a stage's answer
+//! is waited for, so that no other stage's rows leave later for it. A layer's output is then the shards' sum, added up in
+//! their order as ever, plus the shared experts' in f32, rounded once.
 use std::time::{Duration, Instant};
 
 use afd_common::ids::{HopKey, LayerIdx, StageIdx, StepId};
 use tch::Tensor;
 
-use super::trace::AttendRecord;
+use super::trace::{AttendRecord, Work};
 use super::{AttentionError, AttentionPort, FfnLoss, FfnPort};
 use crate::request::SequenceError;
 use crate::scheduler::Stage;
@@ -80,6 +84,8 @@ struct Flight<P> {
     prepared: P,
     /// What the FFN's answer will be added to; `None` before the first layer.
     residual: Option<Tensor>,
+    /// What the FFN was sent, for what attention adds to its answer.
+    ffn_in: Option<Tensor>,
     dispatched: Option<Instant>,
 }
 
@@ -125,7 +131,7 @@ pub(super) fn forward<A: AttentionPort>(
 impl<A: AttentionPort> Pass<'_, A> {
     fn take_off(&mut self, stage: &Stage) -> Result<Flight<A::Prepared>, SequenceError> {
         let prepared = self.attention.prepare(&stage.batch).map_err(internal)?;
-        Ok(Flight { prepared, residual: None, dispatched: None })
+        Ok(Flight { prepared, residual: None, ffn_in: None, dispatched: None })
     }
 
     /// One layer of one stage: collects the FFN's answer for the layer before, attends, sends the rows on.
@@ -144,19 +150,40 @@ impl<A: AttentionPort> Pass<'_, A> {
             .map_err(at_fault)?;
         let attended_at = Instant::now();
         if let Some(attends) = &mut self.attends {
-            attends.push(AttendRecord { hop, begun: start, ended: attended_at });
+            attends.push(AttendRecord { work: Work::Attention, hop, begun: start, ended: attended_at });
         }
         self.ffn.dispatch(hop, &attended.ffn_in, &side).map_err(lost)?;
         self.times.attention += attended_at - start;
         let dispatched = Instant::now();
         self.times.dispatch += dispatched - attended_at;
-        (flight.residual, flight.dispatched) = (Some(attended.residual), Some(dispatched));
+        (flight.residual, flight.ffn_in) = (Some(attended.residual), Some(attended.ffn_in));
+        flight.dispatched = Some(dispatched);
         Ok(())
+    }
+
+    /// What attention adds to the FFN's answer to `hop`, `[num_rows, hidden]` f32, if anything.
+    fn shared_experts(
+        &mut self,
+        hop: HopKey,
+        flight: &mut Flight<A::Prepared>,
+    ) -> Result<Option<Tensor>, Stop> {
+        let Some(ffn_in) = flight.ffn_in.take() else { return Ok(None) };
+        let begun = Instant::now();
+        let shared = self.attention.shared_experts(hop.layer, &ffn_in).map_err(at_fault)?;
+        if shared.is_some() {
+            let ended = Instant::now();
+            self.times.attention += ended - begun;
+            if let Some(attends) = &mut self.attends {
+                attends.push(AttendRecord { work: Work::SharedExperts, hop, begun, ended });
+            }
+        }
+        Ok(shared)
     }
 
     /// The residual stream after the layer of `hop`.
     fn land(&mut self, hop: HopKey, flight: &mut Flight<A::Prepared>) -> Result<Tensor, Stop> {
         debug_assert_eq!(hop.step, self.step);
+        let shared = self.shared_experts(hop, flight)?;
         let start = Instant::now();
         self.times.ffn_hidden += flight.dispatched.take().map_or(Duration::ZERO, |sent| start - sent);
         let output = self.ffn.combine(hop).map_err(lost)?;
@@ -168,7 +195,10 @@ impl<A: AttentionPort> Pass<'_, A> {
             let what = format!("the FFN returned {}, expected {}", describe(&output), describe(&residual));
             return Err(wrong(hop, what));
         }
-        let sum = output.f_to_device(residual.device()).and_then(|output| residual.f_add_(&output));
+        let sum = output.f_to_device(residual.device()).and_then(|output| match shared {
+            None => residual.f_add_(&output),
+            Some(mut shared) => residual.f_add_(&shared.f_add_(&output)?.f_to_kind(output.kind())?),
+        });
         sum.map_err(|error| wrong(hop, error.to_string()))
     }
 }

@@ -91,7 +91,7 @@ pub struct EngineMetrics {
     pub prefix_hits: Counter,
     /// Scheduling and building batches.
     pub schedule_us: Counter,
-    /// Embedding, attention and head.
+    /// Embedding, attention and head; shared experts, where attention has them.
     pub attention_us: Counter,
     /// Sending rows to the FFN.
     pub dispatch_us: Counter,

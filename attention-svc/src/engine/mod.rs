@@ -37,4 +37,4 @@ pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};
 pub use profile::ProfiledStep;
 pub use thread::{EngineDeath, EngineStartError, spawn};
-pub use trace::{AttendRecord, EngineTracing};
+pub use trace::{AttendRecord, EngineTracing, Work};

@@ -1,14 +1,15 @@
 //! The attention half of a decoder: embedding, attention of every layer, final norm and head. One file per attention
-//! block. The FFN half is not here and has no parameters here: between [`AttentionModel::attend`] of one layer and of
-//! the next, the engine sends `ffn_in` to the FFN role and adds what comes back to the residual.
+//! block. The FFN half is not here: between [`AttentionModel::attend`] of one layer and of the next, the engine sends
+//! `ffn_in` to the FFN role and adds what comes back to the residual. Of its parameters only those are here that options
+//! place on attention (`mixture`): routers, shared experts.
 //!
 //! In reading order: [`prepare`](AttentionModel::prepare) a stage once, then per layer `gqa` or `mla` over `kv`; on a GPU
 //! `prompts` in their place, where it can.
 use std::sync::Arc;
 
-use afd_common::config::model::{AttentionConfig, FfnConfig, ModelConfig, Selection};
+use afd_common::config::model::{AttentionConfig, ModelConfig};
 use afd_common::ids::LayerIdx;
-use afd_common::layers::{Router, Selected, Selector};
+use afd_common::layers::FewRows;
 use afd_common::weights::Weights;
 use afd_ffi::Crew;
 use afd_ffi::cpu_rows::Pairing;
@@ -21,6 +22,7 @@ mod error;
 mod flash;
 mod gqa;
 mod kv;
+mod mixture;
 mod mla;
 mod on_device;
 mod prepare;
@@ -31,6 +33,7 @@ mod rows;
 
 use error::{At, outside_layers};
 use gqa::Gqa;
+use mixture::Mixture;
 use mla::Mla;
 use project::Projection;
 use prompts::Prompts;
@@ -64,6 +67,8 @@ pub struct AttentionModel {
     head: Projection,
     /// Threads of the loops for few rows: as many as libtorch was told to use when the model was loaded.
     crew: Arc<Crew>,
+    /// The short cut for few rows of shared experts, where those are here.
+    few_rows: Option<FewRows>,
     /// On a GPU, once it is known on which stream.
     prompts: Option<Prompts>,
 }
@@ -72,13 +77,8 @@ struct Layer {
     input_norm: Norm,
     attention: Block,
     post_norm: Norm,
-    gate: Option<Gate>,
-}
-
-/// The router of a layer, when it is placed on attention.
-struct Gate {
-    router: Router,
-    selector: Selector,
+    /// What of its mixture of experts is placed on attention.
+    mixture: Mixture,
 }
 
 enum Block {
@@ -131,6 +131,7 @@ impl AttentionModel {
             final_norm: Norm::load(weights, "model.norm.weight", config.hidden_size)?,
             head: Projection::new(head, None),
             crew: Arc::new(Crew::new(threads).map_err(ModelError::Threads)?),
+            few_rows: None,
             prompts: None,
             config: config.clone(),
         })
@@ -178,12 +179,6 @@ impl AttentionModel {
         let ids: Vec<i64> = ids.iter().map(|&id| i64::from(id)).collect();
         let placed = Tensor::f_from_slice(&ids).and_then(|ids| ids.f_to_device(self.device()));
         placed.map_err(outside_layers("token ids"))
-    }
-
-    /// Whether the layer's experts follow from token ids, wherever the gate is.
-    pub fn routes_by_token(&self, layer: LayerIdx) -> bool {
-        let moe = self.config.moe(usize::from(layer.0));
-        moe.is_some_and(|moe| matches!(moe.router.selection, Selection::TokenTable { .. }))
     }
 
     /// Computes what all layers of a stage share.
@@ -264,57 +259,6 @@ impl AttentionModel {
         Ok(())
     }
 
-    /// Takes the routers too: the gate is on attention.
-    ///
-    /// # Errors
-    /// [`ModelError`] names the tensor; a retry does not help.
-    pub fn load_gates(&mut self, weights: &Weights) -> Result<(), ModelError> {
-        let _no_grad = tch::no_grad_guard();
-        let architecture = self.config.architecture;
-        for (i, (layer, ffn)) in self.layers.iter_mut().zip(&self.config.layers).enumerate() {
-            if let FfnConfig::Moe(moe) = ffn {
-                layer.gate = Some(Gate {
-                    router: Router::load(weights, architecture, i, moe, self.config.hidden_size)?,
-                    selector: Selector::load(weights, architecture, i, moe)?,
-                });
-            }
-        }
-        Ok(())
-    }
-
-    /// Router logits `[num_rows, num_experts]` f32 of a layer's `ffn_in`; `None` when the layer is dense or the gate is
-    /// on the FFN.
-    ///
-    /// # Errors
-    /// [`ModelError`] when the shape does not fit.
-    pub fn router_logits(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<Option<Tensor>, ModelError> {
-        let _no_grad = tch::no_grad_guard();
-        let gate = self.layers.get(layer.0 as usize).and_then(|layer| layer.gate.as_ref());
-        gate.map(|gate| gate.router.logits(ffn_in)).transpose().at(layer, "router")
-    }
-
-    /// The experts of each row of a layer's `ffn_in` and their weights, the rows being those of the tokens `input_ids`;
-    /// `None` as for [`router_logits`](Self::router_logits).
-    ///
-    /// # Errors
-    /// As for [`router_logits`](Self::router_logits).
-    pub fn route(
-        &self,
-        layer: LayerIdx,
-        ffn_in: &Tensor,
-        input_ids: &[u32],
-    ) -> Result<Option<Selected>, ModelError> {
-        let _no_grad = tch::no_grad_guard();
-        let gate = self.layers.get(layer.0 as usize).and_then(|layer| layer.gate.as_ref());
-        let Some(Gate { router, selector }) = gate else { return Ok(None) };
-        let logits = router.logits(ffn_in).at(layer, "router")?;
-        let selected = match selector.token_ids() {
-            None => selector.select(&logits),
-            Some(_) => selector.select_by_token(&logits, &self.token_ids(input_ids)?),
-        };
-        selected.map(Some).at(layer, "expert selection")
-    }
-
     /// Logits `[rows.len(), vocab]` f32, on the CPU, of some rows of the residual stream after the last layer, `[num_rows, hidden]`.
     ///
     /// # Errors
@@ -372,7 +316,7 @@ impl Layer {
                 AttentionConfig::Mla(mla) => Block::Mla(Mla::load(config, mla, weights, &attention)?),
             },
             post_norm: norm("post_attention_layernorm")?,
-            gate: None,
+            mixture: Mixture::default(),
         })
     }
 }

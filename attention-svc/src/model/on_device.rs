@@ -156,8 +156,11 @@ impl KernelModel {
         if model.kind() != Kind::BFloat16 {
             return unsupported("other types than bfloat16");
         }
-        if model.layers.iter().any(|layer| layer.gate.is_some()) {
+        if model.layers.iter().any(|layer| layer.mixture.gate.is_some()) {
             return unsupported("the gate on attention");
+        }
+        if model.layers.iter().any(|layer| layer.mixture.shared_experts.is_some()) {
+            return unsupported("shared experts on attention");
         }
         if (0..model.layers.len()).any(|i| model.routes_by_token(LayerIdx(i as u16))) {
             return unsupported("routing by token id");

@@ -70,7 +70,8 @@ fn add_step(events: &mut Vec<Value>, lanes: &mut Lanes, pid: u32, step: &Profile
         let (layer, stage) = (attend.hop.layer.0, attend.hop.stage.0);
         let (from, to) = (clock.at(attend.begun), clock.at(attend.ended));
         let args = json!({"step": step.step.0, "layer": layer, "stage": stage});
-        events.push(slice((pid, worker), format!("attention L{layer} s{stage}"), from, to, args));
+        let name = format!("{} L{layer} s{stage}", attend.work.name());
+        events.push(slice((pid, worker), name, from, to, args));
     }
     for hop in &step.hops {
         let (layer, stage, shard) = (hop.key.layer.0, hop.key.stage.0, hop.shard);
@@ -155,7 +156,7 @@ mod tests {
     use afd_common::proto::v1;
 
     use super::*;
-    use crate::engine::{AttendRecord, HopRecord};
+    use crate::engine::{AttendRecord, HopRecord, Work};
     use crate::scheduler::Phase;
 
     #[test]
@@ -186,7 +187,10 @@ mod tests {
             on_device: false,
             begun: ago(100),
             ended: ago(10),
-            attends: vec![AttendRecord { hop, begun: ago(90), ended: ago(70) }],
+            attends: vec![
+                AttendRecord { work: Work::Attention, hop, begun: ago(90), ended: ago(70) },
+                AttendRecord { work: Work::SharedExperts, hop, begun: ago(65), ended: ago(50) },
+            ],
             hops: vec![record(0), record(1)],
         };
         let timing = v1::HopTiming {
@@ -214,6 +218,7 @@ mod tests {
         let args = &find("step 7")[0]["args"];
         assert_eq!((&args["ffn_wait_us"], &args["ffn_hidden_us"]), (&json!(30), &json!(15)));
         assert_eq!(times(find("attention L2 s1")[0]), (910, 20));
+        assert_eq!(times(find("shared experts L2 s1")[0]), (935, 15));
         assert_eq!(times(find("wait L2 s1")[0]), (950, 30));
         assert_eq!(times(find("compute L2")[0]), (940, 30));
         let hops = find("L2");

@@ -6,7 +6,7 @@ use afd_common::ids::{Epoch, HopKey};
 use afd_common::link::LinkKind;
 use afd_gpu::{Anchor, Completion, Device, GpuError, Stream};
 
-use crate::engine::{AttendRecord, DeviceTimes, HopRecord};
+use crate::engine::{AttendRecord, DeviceTimes, HopRecord, Work};
 
 /// How long the device may take to say what time it is.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -71,7 +71,12 @@ fn sort_out(begun: Instant, marks: Vec<(Point, Way, Instant)>) -> DeviceTimes {
             (Point::PutBegins, _) => {
                 // To the next shard the same rows go at once.
                 if times.attends.last().is_none_or(|last| last.hop != way.key) {
-                    times.attends.push(AttendRecord { hop: way.key, begun: free, ended: at });
+                    times.attends.push(AttendRecord {
+                        work: Work::Attention,
+                        hop: way.key,
+                        begun: free,
+                        ended: at,
+                    });
                 }
                 times.hops.push(HopRecord {
                     key: way.key,

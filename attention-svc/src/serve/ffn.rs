@@ -82,9 +82,9 @@ pub(super) async fn open(
                 let what = "is balanced, which needs an FFN engine: --device cpu, or FFN ranks";
                 return Ok(refuse("--routing", what)?);
             }
-            let gate = loaded.experts.gate;
+            let sides = loaded.experts.sides;
             let model =
-                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, gate, Some(gpu.device()))?;
+                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, sides, Some(gpu.device()))?;
             let port = LocalFfn::new(gpu.device(), gpu.stream(), model)?;
             Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
         }
@@ -108,7 +108,7 @@ pub(super) async fn open(
                 }),
                 max_stages: credits,
                 max_tokens_per_stage: max_rows,
-                max_row_bytes: loaded.max_row_bytes(config.ffn.gate),
+                max_row_bytes: loaded.max_row_bytes(config.ffn.sides.gate),
                 join_token: config.ffn.join_token.clone(),
                 tls: config.ffn.tls.clone(),
                 link_timeout: config.ffn.link_timeout,
@@ -124,7 +124,7 @@ pub(super) async fn open(
 
 fn local_engine(loaded: &Loaded, max_rows: u32) -> Result<FfnEngine, ServeError> {
     // One shard has every expert, whatever a placement says. Attention and FFN work in turn, on the same threads.
-    let model = FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, loaded.experts.gate)?
+    let model = FfnModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, loaded.experts.sides)?
         .on_crew(Arc::clone(loaded.attention.crew()));
     let routing = loaded.experts.routing;
     // Its numbers are not shown: in this mode there is no FFN rank to look at.

@@ -9,6 +9,7 @@ use afd_common::identity::{self, ExpertRules, GatePlacement};
 use afd_common::placement::PlacementFile;
 use afd_common::proto::v1;
 use afd_common::routing::Routing;
+use afd_common::spelling;
 use afd_common::weights::Weights;
 
 use super::ServeError;
@@ -56,11 +57,10 @@ pub(super) fn load(
         source.max_model_len,
         memory,
     )?;
+    ffn.sides.check(&config, &source.folder)?;
     let mut attention = AttentionModel::load(&config, &weights, kv.max_model_len)?;
     let experts = expert_rules(ffn, &config)?;
-    if experts.gate == GatePlacement::Attention {
-        attention.load_gates(&weights)?;
-    }
+    attention.take_on(experts.sides, &weights)?;
     let cache = KvCache::new_on(
         &config,
         kv.num_blocks as usize,
@@ -86,6 +86,8 @@ pub(super) fn load(
         architecture = identity.architecture,
         fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
         dtype = %rows,
+        gate = spelling::gate(identity.gate_placement()),
+        shared_experts = spelling::shared_experts(identity.shared_expert_placement()),
         device = %source.device,
         load_format = %source.load_format,
         threads = capacity.threads,
@@ -119,7 +121,7 @@ fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<
         tracing::warn!("{}", Routing::WARNING);
     }
     let placement = ffn.placement.as_ref().map(read).transpose()?;
-    Ok(ExpertRules { gate: ffn.gate, routing: ffn.routing, placement })
+    Ok(ExpertRules { sides: ffn.sides, routing: ffn.routing, placement })
 }
 
 fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Result<Weights, ServeError> {

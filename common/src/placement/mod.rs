@@ -6,7 +6,8 @@
 //! row only to the shards that serve something of it. Both give the same sums.
 //!
 //! With the gate on attention shared experts are whole on every shard, and the shard that serves a row's *first* choice
-//! applies them to it: a shard that the row goes to anyway, and as evenly spread as the routing itself.
+//! applies them to it: a shard that the row goes to anyway, and as evenly spread as the routing itself. (They are on no shard
+//! with `--shared-experts attention`.)
 use std::collections::BTreeSet;
 
 use sha2::{Digest, Sha256};

@@ -13,7 +13,7 @@ use afd_common::config::option::{
     OptionError, addresses, at_least, client_tls, deployment, join_token, model_folder, own_certificate,
     refuse, tensor_threads,
 };
-use afd_common::identity::GatePlacement;
+use afd_common::identity::Sides;
 use afd_common::ids::Shard;
 use afd_common::net::tls::ClientTls;
 use afd_common::net::{Access, Gate, TlsFiles};
@@ -46,8 +46,8 @@ pub struct Config {
     pub rank: u32,
     /// Deployment's name.
     pub deployment: String,
-    /// Who routes.
-    pub gate: GatePlacement,
+    /// Who routes, and who has shared experts.
+    pub sides: Sides,
     /// Where experts are, unless in contiguous parts.
     pub placement: Option<PathBuf>,
     /// Who chooses them.
@@ -115,6 +115,7 @@ impl ServeOptions {
             key: given.tls_key.clone(),
             client_ca: given.tls_client_ca.clone(),
         };
+        let sides = sides(&given)?;
         let announce = AnnounceConfig::new(&given, listen, &files)?;
         let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let log = LogConfig::default();
@@ -127,7 +128,7 @@ impl ServeOptions {
             shard: given.shard.unwrap_or(Shard::WHOLE),
             rank: given.rank.unwrap_or(0),
             deployment: deployment(given.deployment.as_deref())?,
-            gate: given.gate.unwrap_or_default(),
+            sides,
             placement: given.placement,
             routing: given.routing.unwrap_or_default(),
             dtype: given.dtype.unwrap_or_default(),
@@ -166,6 +167,17 @@ impl AnnounceConfig {
         }
         let (ca, identity) = (given.announce_tls_ca.as_deref(), own_certificate(files)?);
         Ok(Self { to, tls: client_tls("--announce-tls-ca", ca, identity)? })
+    }
+}
+
+fn sides(given: &ServeOptions) -> Result<Sides, OptionError> {
+    let sides = Sides {
+        gate: given.gate.unwrap_or_default(),
+        shared_experts: given.shared_experts.unwrap_or_default(),
+    };
+    match given.device.unwrap_or_default() {
+        DeviceChoice::Cuda(_) if sides.shared_on_attention() => refuse("--shared-experts", Sides::NOT_ON_GPU),
+        _ => Ok(sides),
     }
 }
 

@@ -70,6 +70,8 @@ fn what_is_wrong_is_named_in_one_line() {
     assert!(
         message(&["--model", ".", "--join-token-file", "/nowhere"]).contains("--join-token-file /nowhere")
     );
+    let on_gpu = ["--model", ".", "--shared-experts", "attention", "--device", "cuda:0"];
+    assert_eq!(message(&on_gpu), "--shared-experts is attention, which needs --device cpu");
     let empty = file(" \n");
     let path = empty.path().to_str().unwrap();
     assert!(message(&["--model", ".", "--join-token-file", path]).ends_with("nothing is in it"));
@@ -77,7 +79,13 @@ fn what_is_wrong_is_named_in_one_line() {
 
 #[test]
 fn values_that_are_no_values_are_refused_by_the_parser() {
-    for args in [["--shard", "2/2"], ["--gate", "middle"], ["--dtype", "int4"], ["--listen", "here"]] {
+    for args in [
+        ["--shard", "2/2"],
+        ["--gate", "middle"],
+        ["--shared-experts", "both"],
+        ["--dtype", "int4"],
+        ["--listen", "here"],
+    ] {
         let error = Line::try_parse_from(std::iter::once("ffn-svc").chain(args)).err().unwrap().to_string();
         assert!(error.contains(args[0]) && error.contains(args[1]), "{error}");
     }

@@ -12,7 +12,7 @@
 use std::sync::Arc;
 
 use afd_common::config::model::ModelConfig;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::Sides;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
@@ -70,11 +70,11 @@ impl DeviceModel {
         config: &ModelConfig,
         weights: &Weights,
         shard: Shard,
-        gate: GatePlacement,
+        sides: impl Into<Sides>,
         device: Option<&Device>,
     ) -> Result<Self, FfnModelError> {
         let contiguous = Placement::contiguous(config, shard.count());
-        Self::load_placed(config, weights, shard, gate, &contiguous, device)
+        Self::load_placed(config, weights, shard, sides, &contiguous, device)
     }
 
     /// Takes this shard's part of every layer, as [`FfnModel::load_placed`] does. `weights` hand out tensors on `device`; without
@@ -86,14 +86,15 @@ impl DeviceModel {
         config: &ModelConfig,
         weights: &Weights,
         shard: Shard,
-        gate: GatePlacement,
+        sides: impl Into<Sides>,
         placement: &Placement,
         device: Option<&Device>,
     ) -> Result<Self, FfnModelError> {
+        let sides = sides.into();
         let kind = weights.kind();
-        let (body, about) = match stack::shapes(config, kind, shard, gate, placement) {
+        let (body, about) = match stack::shapes(config, kind, shard, sides, placement) {
             Err(why) => {
-                let model = Box::new(FfnModel::load_placed(config, weights, shard, gate, placement)?);
+                let model = Box::new(FfnModel::load_placed(config, weights, shard, sides, placement)?);
                 let about = model.about().clone();
                 (Body::Plain { model, why }, about)
             }

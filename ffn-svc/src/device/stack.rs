@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use afd_common::config::model::{FfnConfig, ModelConfig, MoeConfig, Scoring, Selection};
 use afd_common::frame::SideKind;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::{FfnNames, Router, Selector};
 use afd_common::placement::Placement;
@@ -40,6 +40,8 @@ pub(super) struct Routed {
     /// Of the whole layer's experts those of this shard.
     pub(super) local: Range<usize>,
     pub(super) scale: f32,
+    /// Which side has the layer's shared experts; `None` when it has none.
+    pub(super) shared_experts: Option<SharedExpertPlacement>,
 }
 
 /// How the kernels would see every layer of a shard.
@@ -50,14 +52,17 @@ pub(super) fn shapes(
     config: &ModelConfig,
     kind: Kind,
     shard: Shard,
-    gate: GatePlacement,
+    sides: Sides,
     placement: &Placement,
 ) -> Result<Vec<MoeShape>, Unsupported> {
     if kind != Kind::BFloat16 {
         return Err(Unsupported(format!("{kind:?} rows; they take bf16")));
     }
-    if gate != GatePlacement::Ffn {
+    if sides.gate != GatePlacement::Ffn {
         return Err(Unsupported("the gate is on attention".into()));
+    }
+    if sides.shared_on_attention() {
+        return Err(Unsupported("shared experts are on attention".into()));
     }
     if *placement != Placement::contiguous(config, shard.count()) {
         return Err(Unsupported("experts are placed one by one".into()));
@@ -172,6 +177,7 @@ impl Stack {
                 .routed
                 .as_ref()
                 .map_or_else(Vec::new, |routed| routed.local.clone().collect()),
+            shared_experts: self.routed.as_ref().and_then(|routed| routed.shared_experts),
         }
     }
 }
@@ -198,6 +204,7 @@ impl Routed {
             bias,
             local,
             scale: moe.router.scaling_factor as f32,
+            shared_experts: (moe.shared_intermediate_size > 0).then_some(SharedExpertPlacement::Ffn),
         })
     }
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use afd_common::config::model::{FfnConfig, Scoring, Selection};
+use afd_common::identity::GatePlacement;
 use afd_gpu::{Region, ops::Moe};
 use tch::Kind;
 

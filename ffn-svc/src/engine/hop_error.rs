@@ -183,7 +183,14 @@ mod tests {
     use crate::engine::LayerInputs;
 
     fn layer(side: SideKind, side_columns: u32) -> LayerInputs {
-        LayerInputs { side, side_columns, num_experts: 8, experts_per_token: 2, local_experts: Vec::new() }
+        LayerInputs {
+            side,
+            side_columns,
+            num_experts: 8,
+            experts_per_token: 2,
+            local_experts: Vec::new(),
+            shared_experts: None,
+        }
     }
 
     fn spec() -> StageSpec {

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use afd_common::frame::{RowType, SideKind};
+use afd_common::identity::SharedExpertPlacement;
 use afd_common::ids::{LayerIdx, Shard};
 use tch::{Kind, Tensor};
 
@@ -75,6 +76,7 @@ impl StageSpec {
             num_experts: 0,
             experts_per_token: 0,
             local_experts: Vec::new(),
+            shared_experts: None,
         };
         let layers = vec![layer; num_layers];
         Self { hidden_size, activations: RowType::F32, shard: Shard::WHOLE, layers }
@@ -108,6 +110,8 @@ pub struct LayerInputs {
     pub experts_per_token: u32,
     /// Ids of the experts in this shard.
     pub local_experts: Vec<u32>,
+    /// Which side computes its shared experts; `None` when it has none.
+    pub shared_experts: Option<SharedExpertPlacement>,
 }
 
 impl StageModel for FfnModel {
@@ -132,6 +136,7 @@ impl From<&LayerSpec> for LayerInputs {
             num_experts: spec.num_experts as u32,
             experts_per_token: spec.experts_per_token as u32,
             local_experts: spec.local_experts.iter().map(|id| *id as u32).collect(),
+            shared_experts: spec.shared_experts,
         }
     }
 }

@@ -63,6 +63,7 @@ fn bench(shard: Shard, gated: bool) -> Bench {
         num_experts: 4,
         experts_per_token: 2,
         local_experts: Vec::new(),
+        shared_experts: None,
     };
     let layers = vec![layer(SideKind::None, 0), layer(SideKind::None, 0), layer(SideKind::TopK, 2)];
     let spec = StageSpec { hidden_size: HIDDEN, activations: RowType::F32, shard, layers };

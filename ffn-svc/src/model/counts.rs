@@ -69,6 +69,7 @@ mod tests {
             num_experts: 4,
             experts_per_token: 2,
             local_experts,
+            shared_experts: None,
         };
         let counts = ExpertCounts::new(&[spec(Vec::new()), spec(vec![1, 3])]);
         counts.add(LayerIdx(1), 1, 5);

@@ -4,12 +4,11 @@
 use std::ops::Range;
 
 use afd_common::config::model::MoeConfig;
-use afd_common::layers::FfnNames;
+use afd_common::layers::{FfnNames, GateUp, halves, transposed};
 use afd_common::weights::{WeightError, Weights};
 use afd_ffi::cpu_mlp::{MlpRows, StoredMlp};
 use tch::{Kind, TchError, Tensor};
 
-use super::dense::{GateUp, halves, transposed};
 use super::grouping::Groups;
 
 /// Up to so many rows the weighted sum is one product with a `[rows, items]` matrix; beyond, rows are added one by one.

@@ -2,15 +2,15 @@
 //! What [`FfnModel::forward`] returns is this shard's partial sum.
 //!
 //! In reading order: [`FfnModel`] → `moe` (route, then experts) → `grouping` (which rows go to which expert) →
-//! `experts`, or `dense`; `few_rows` is the short cut of both on the CPU; `about` says what is true of the shard on every
-//! device. Nothing here knows hops, links or sessions, and nothing keeps state between calls but [`ExpertCounts`].
+//! `experts`; a dense MLP, and the short cut of both for few rows on the CPU, are among the [layers](afd_common::layers) that
+//! both roles use; `about` says what is true of the shard on every device. Nothing here knows hops, links or sessions, and nothing keeps state between calls but [`ExpertCounts`].
 use std::sync::Arc;
 
 use afd_common::config::model::{FfnConfig, ModelConfig};
 use afd_common::frame::SideKind;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::{SharedExpertPlacement, Sides};
 use afd_common::ids::{LayerIdx, Shard};
-use afd_common::layers::FfnNames;
+use afd_common::layers::{FewRows, FfnNames, GatedMlp, MlpError};
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
 use afd_ffi::Crew;
@@ -18,10 +18,8 @@ use tch::Tensor;
 
 mod about;
 mod counts;
-mod dense;
 mod error;
 mod experts;
-mod few_rows;
 mod grouping;
 mod moe;
 #[cfg(test)]
@@ -32,8 +30,6 @@ pub use counts::ExpertCounts;
 pub(crate) use error::At;
 pub use error::FfnModelError;
 
-use dense::GatedMlp;
-use few_rows::FewRows;
 use grouping::LocalExperts;
 use moe::MixtureOfExperts;
 
@@ -80,6 +76,8 @@ pub struct LayerSpec {
     pub experts_per_token: usize,
     /// Ids of the experts of this shard, ascending.
     pub local_experts: Vec<usize>,
+    /// Which side computes its shared experts; `None` when it has none.
+    pub shared_experts: Option<SharedExpertPlacement>,
 }
 
 /// Weights of one shard of every layer's FFN.
@@ -105,15 +103,15 @@ impl FfnModel {
         config: &ModelConfig,
         weights: &Weights,
         shard: Shard,
-        gate: GatePlacement,
+        sides: impl Into<Sides>,
     ) -> Result<Self, FfnModelError> {
-        Self::load_placed(config, weights, shard, gate, &Placement::contiguous(config, shard.count()))
+        Self::load_placed(config, weights, shard, sides, &Placement::contiguous(config, shard.count()))
     }
 
     /// Takes this shard's part of every layer from the checkpoint: a slice of the intermediate dimension of dense MLPs,
-    /// the routed experts that `placement` gives it, whole, the routers if they are placed here, and of shared experts a
-    /// slice or, with the gate on attention, all: rows then come only to the shards that serve one of their experts. Reads
-    /// nothing else.
+    /// the routed experts that `placement` gives it, whole, the routers if they are placed here, and of shared experts, if
+    /// they are placed here, a slice or, with the gate on attention, all: rows then come only to the shards that serve one
+    /// of their experts. Reads nothing else.
     ///
     /// # Errors
     /// [`FfnModelError`] names the tensor, or the shard counts that differ; a retry does not help.
@@ -121,9 +119,10 @@ impl FfnModel {
         config: &ModelConfig,
         weights: &Weights,
         shard: Shard,
-        gate: GatePlacement,
+        sides: impl Into<Sides>,
         placement: &Placement,
     ) -> Result<Self, FfnModelError> {
+        let sides = sides.into();
         let misplaced = |what: String| FfnModelError::Placement { what };
         if placement.num_shards() != shard.count() {
             return Err(misplaced(format!(
@@ -156,7 +155,7 @@ impl FfnModel {
                         misplaced(format!("says nothing of the {} experts of layer {index}", moe.num_experts))
                     })?;
                     let local = LocalExperts::new(placed, shard);
-                    let layer = MixtureOfExperts::load(config, weights, index, moe, shard, gate, local)?;
+                    let layer = MixtureOfExperts::load(config, weights, index, moe, shard, sides, local)?;
                     let spec = layer.spec();
                     (Layer::Moe(Box::new(layer)), spec)
                 }
@@ -164,7 +163,7 @@ impl FfnModel {
             layers.push(layer);
             specs.push(spec);
         }
-        let few_rows = FewRows::new(weights.kind())?;
+        let few_rows = FewRows::new(weights.kind()).map_err(FfnModelError::Threads)?;
         Ok(Self { layers, about: AboutShard::new(specs, hidden, weights.kind(), shard), few_rows })
     }
 
@@ -175,7 +174,7 @@ impl FfnModel {
 
     /// The same model, its loops on threads that another model of this process uses too: they take turns anyway.
     pub fn on_crew(self, crew: Arc<Crew>) -> Self {
-        Self { few_rows: self.few_rows.on(crew), ..self }
+        Self { few_rows: self.few_rows.with_crew(crew), ..self }
     }
 
     /// One layer's FFN on `hidden`, `[rows, hidden]` in the compute dtype: this shard's partial sum, `[rows, hidden]` of
@@ -212,13 +211,10 @@ impl FfnModel {
         mlp: &GatedMlp,
         hidden: &Tensor,
     ) -> Result<Tensor, FfnModelError> {
-        let num_rows = hidden.size()[0] as usize;
-        match mlp.stored() {
-            Some(stored) if self.few_rows.are(num_rows) => {
-                self.few_rows.forward(layer, hidden, &[self.few_rows.all_of(stored, num_rows)])
-            }
-            _ => self.few_rows.else_widened(hidden).and_then(|x| mlp.forward(&x)).at(layer, "dense"),
-        }
+        self.few_rows.forward_one(mlp, hidden).map_err(|error| match error {
+            MlpError::Shape(source) => FfnModelError::FewRows { layer, source },
+            MlpError::Torch(source) => FfnModelError::Torch { layer, operation: "dense", source },
+        })
     }
 }
 
@@ -230,6 +226,7 @@ impl LayerSpec {
             num_experts: 0,
             experts_per_token: 0,
             local_experts: Vec::new(),
+            shared_experts: None,
         }
     }
 }

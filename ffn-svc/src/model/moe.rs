@@ -3,24 +3,22 @@
 //!
 //! With the gate on the FFN every shard gets every row, so shared experts are cut into slices. With the gate on attention a
 //! row comes only where an expert of it is served, so they are whole everywhere and each row's are applied by one shard.
-//! Either way the sum over all shards of what they return for a row is the layer's output, whether or not a shard that
+//! They may be attention's own instead ([`Sides`]): then they are nowhere here, and left out of every sum. Either way the sum over all shards of what they return for a row is the layer's output, whether or not a shard that
 //! serves nothing of the row was asked.
 
 use afd_common::config::model::{ModelConfig, MoeConfig};
 use afd_common::frame::SideKind;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use afd_common::ids::{LayerIdx, Shard};
-use afd_common::layers::{FfnNames, Router, Selected, Selector};
+use afd_common::layers::{FewRows, FfnNames, GatedMlp, Router, Selected, Selector};
 use afd_common::placement::row_salt;
 use afd_common::weights::Weights;
 use afd_ffi::memory;
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::counts::ExpertCounts;
-use super::dense::GatedMlp;
 use super::error::{At, FfnModelError};
 use super::experts::Experts;
-use super::few_rows::FewRows;
 use super::grouping::{Groups, LocalExperts};
 use super::{LayerSpec, Side};
 
@@ -32,6 +30,8 @@ pub(super) struct MixtureOfExperts {
     selector: Selector,
     experts: Experts,
     shared: Shared,
+    /// Which side has them; `None` when the layer has none.
+    shared_experts: Option<SharedExpertPlacement>,
     local: LocalExperts,
     num_experts: usize,
     top_k: usize,
@@ -40,7 +40,7 @@ pub(super) struct MixtureOfExperts {
 /// This shard's part of the shared experts.
 #[derive(Debug)]
 enum Shared {
-    /// The model has none, or this shard's slice is empty.
+    /// The model has none, attention has them, or this shard's slice is empty.
     None,
     /// A slice, for every row.
     Slice(GatedMlp),
@@ -55,10 +55,12 @@ impl Shared {
         hidden: usize,
         size: usize,
         shard: Shard,
-        gate: GatePlacement,
+        sides: Sides,
     ) -> Result<Self, FfnModelError> {
         let load = |shard| GatedMlp::load(weights, &names.shared(), hidden, size, shard, false);
+        let gate = sides.gate;
         Ok(match gate {
+            _ if sides.shared_on_attention() => Self::None,
             _ if shard.part_of(size).is_empty() && (size == 0 || gate == GatePlacement::Ffn) => Self::None,
             GatePlacement::Attention if shard.count() > 1 => Self::Whole(load(Shard::WHOLE)?),
             _ => Self::Slice(load(shard)?),
@@ -80,12 +82,12 @@ impl MixtureOfExperts {
         layer: usize,
         moe: &MoeConfig,
         shard: Shard,
-        gate: GatePlacement,
+        sides: Sides,
         local: LocalExperts,
     ) -> Result<Self, FfnModelError> {
         let (architecture, hidden) = (config.architecture, config.hidden_size);
         let names = FfnNames::new(architecture, layer);
-        let router = match gate {
+        let router = match sides.gate {
             GatePlacement::Ffn => Some(Router::load(weights, architecture, layer, moe, hidden)?),
             GatePlacement::Attention => None,
         };
@@ -93,7 +95,8 @@ impl MixtureOfExperts {
             router,
             selector: Selector::load(weights, architecture, layer, moe)?,
             experts: Experts::load(weights, &names, hidden, moe, local.ids())?,
-            shared: Shared::load(weights, &names, hidden, moe.shared_intermediate_size, shard, gate)?,
+            shared: Shared::load(weights, &names, hidden, moe.shared_intermediate_size, shard, sides)?,
+            shared_experts: (moe.shared_intermediate_size > 0).then_some(sides.shared_experts),
             local,
             num_experts: moe.num_experts,
             top_k: moe.experts_per_token,
@@ -112,6 +115,7 @@ impl MixtureOfExperts {
             num_experts: self.num_experts,
             experts_per_token: self.top_k,
             local_experts: self.local.ids().to_vec(),
+            shared_experts: self.shared_experts,
         }
     }
 
@@ -178,7 +182,7 @@ impl MixtureOfExperts {
                 Some(rows) => mlps.push(few_rows.some_of(mlp, rows)),
             }
         }
-        few_rows.forward(layer, x, &mlps).map(Some)
+        few_rows.forward(x, &mlps).map(Some).map_err(|source| FfnModelError::FewRows { layer, source })
     }
 
     fn route(&self, layer: LayerIdx, x: &Tensor, side: &Side) -> Result<Selected, FfnModelError> {

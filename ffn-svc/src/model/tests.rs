@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use afd_common::config::model::{ModelConfig, MoeConfig};
+use afd_common::identity::GatePlacement;
 use afd_common::layers::{Router, Selector};
 use proptest::prelude::*;
 use tch::{Device, Kind};
@@ -74,27 +75,28 @@ fn sum_of_shards(
     config: &ModelConfig,
     weights: &Weights,
     count: u32,
-    gate: GatePlacement,
+    sides: impl Into<Sides>,
     layer: usize,
     x: &Tensor,
 ) -> Tensor {
-    sum_of_placed(config, weights, &Placement::contiguous(config, count), gate, layer, x)
+    sum_of_placed(config, weights, &Placement::contiguous(config, count), sides, layer, x)
 }
 
 fn sum_of_placed(
     config: &ModelConfig,
     weights: &Weights,
     placement: &Placement,
-    gate: GatePlacement,
+    sides: impl Into<Sides>,
     layer: usize,
     x: &Tensor,
 ) -> Tensor {
+    let sides = sides.into();
     let mut sum: Option<Tensor> = None;
     let count = placement.num_shards();
     for index in 0..count {
         let shard = Shard::new(index, count).unwrap();
-        let model = FfnModel::load_placed(config, weights, shard, gate, placement).unwrap();
-        let side = match (gate, config.moe(layer)) {
+        let model = FfnModel::load_placed(config, weights, shard, sides, placement).unwrap();
+        let side = match (sides.gate, config.moe(layer)) {
             (GatePlacement::Attention, Some(moe)) => {
                 let selected = choose(config, weights, layer, moe, x);
                 Side::TopK { ids: selected.ids, weights: selected.weights }
@@ -123,6 +125,7 @@ proptest! {
         count in 1u32..7,
         rows_count in 0i64..120,
         on_attention: bool,
+        shared_on_attention: bool,
     ) {
         let mut config = config("tiny-deepseek-v2");
         config.hidden_size = hidden;
@@ -140,10 +143,18 @@ proptest! {
         }
         let weights = Weights::dummy(&config, Kind::Float, 11);
         let gate = if on_attention { GatePlacement::Attention } else { GatePlacement::Ffn };
+        let shared_experts = match shared_on_attention {
+            true => SharedExpertPlacement::Attention,
+            false => SharedExpertPlacement::Ffn,
+        };
         let x = rows(rows_count, hidden);
         for layer in 0..2 {
-            let sum = sum_of_shards(&config, &weights, count, gate, layer, &x);
-            let expected = naive(&config, &weights, layer, &x);
+            let sum = sum_of_shards(&config, &weights, count, Sides { gate, shared_experts }, layer, &x);
+            let mut expected = naive(&config, &weights, layer, &x);
+            if shared_on_attention && shared > 0 && config.moe(layer).is_some() {
+                let names = FfnNames::new(config.architecture, layer).shared();
+                expected -= mlp(&weights, names, hidden, shared, &x);
+            }
             prop_assert!(distance(&sum, &expected) < 1e-4, "layer {layer}: {}", distance(&sum, &expected));
         }
     }
@@ -238,6 +249,28 @@ fn a_shard_reads_its_own_tensors_and_no_others() {
     assert!(names.iter().all(own), "{names:?}");
     assert_eq!(names.len(), 4 * (1 + 2 * 3));
     assert_eq!(read(1, GatePlacement::Attention).len(), 4 * 2 * 3);
+}
+
+#[test]
+fn shared_experts_on_attention_are_neither_read_nor_described_as_ours() {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny/tiny-deepseek-v3");
+    let config = ModelConfig::load(&folder).unwrap();
+    for gate in [GatePlacement::Ffn, GatePlacement::Attention] {
+        let load = |shared_experts| {
+            let weights = Weights::open(&folder, &config, Kind::Float).unwrap();
+            let (shard, sides) = (Shard::new(1, 2).unwrap(), Sides { gate, shared_experts });
+            let model = FfnModel::load(&config, &weights, shard, sides).unwrap();
+            let said: Vec<_> = model.about().specs().iter().map(|spec| spec.shared_experts).collect();
+            (weights.asked_for(), said)
+        };
+        let (here, described) = load(SharedExpertPlacement::Ffn);
+        assert_eq!(described, [None, Some(SharedExpertPlacement::Ffn), described[1], described[1]]);
+        let (without, described) = load(SharedExpertPlacement::Attention);
+        assert_eq!(described, [None, Some(SharedExpertPlacement::Attention), described[1], described[1]]);
+        let is_shared = |name: &&String| name.contains(".shared_experts.");
+        assert_eq!(here.iter().filter(is_shared).count(), 3 * 3);
+        assert_eq!(without, here.into_iter().filter(|name| !is_shared(&name)).collect::<Vec<_>>());
+    }
 }
 
 #[test]

@@ -86,6 +86,10 @@ fn describe(spec: &StageSpec, at: usize, layer: &LayerInputs) -> v1::LayerSpec {
         num_experts: layer.num_experts,
         experts_per_token: layer.experts_per_token,
         local_experts: layer.local_experts.clone(),
+        shared_experts: layer
+            .shared_experts
+            .map_or(v1::SharedExpertPlacement::Unspecified, Into::into)
+            .into(),
     }
 }
 
@@ -205,6 +209,7 @@ fn wrong(field: &str, what: String) -> Status {
 
 #[cfg(test)]
 mod tests {
+    use afd_common::identity::SharedExpertPlacement;
     use afd_common::ids::Shard;
 
     use super::*;
@@ -216,6 +221,7 @@ mod tests {
             num_experts: 4,
             experts_per_token: 2,
             local_experts: vec![0, 1],
+            shared_experts: Some(SharedExpertPlacement::Attention),
         };
         StageSpec {
             hidden_size: 2,
@@ -294,5 +300,6 @@ mod tests {
         assert_eq!(names, ["hidden_states", "topk_ids", "topk_weights"]);
         assert_eq!((layer.layer, layer.side_tensors()), (1, v1::SideTensors::Topk));
         assert_eq!(layer.local_experts, [0, 1]);
+        assert_eq!(layer.shared_experts(), v1::SharedExpertPlacement::Attention);
     }
 }

@@ -1,5 +1,6 @@
 //! Hidden states on both sides of every attention / FFN split, given the reference's residual stream.
 use afd_common::config::model::{FfnConfig, ModelConfig};
+use afd_common::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use afd_common::ids::LayerIdx;
 use afd_common::weights::Weights;
 use afd_tests::fixtures::{self, ALL};
@@ -89,7 +90,7 @@ fn the_gate_on_attention_routes_as_the_reference_does() {
         let layer = |i: usize| LayerIdx(i as u16);
         let ffn_in = |i: usize| golden(&format!("layers.{i}.ffn_in"));
         assert!(model.route(layer(3), &ffn_in(3), &[]).unwrap().is_none(), "{name}: no gate was loaded yet");
-        model.load_gates(&weights).unwrap();
+        model.take_on(GatePlacement::Attention, &weights).unwrap();
         for (i, ffn) in config.layers.iter().enumerate() {
             let logits = model.router_logits(layer(i), &ffn_in(i)).unwrap();
             let routed = model.route(layer(i), &ffn_in(i), &[]).unwrap();
@@ -101,6 +102,37 @@ fn the_gate_on_attention_routes_as_the_reference_does() {
             assert!(distance(&logits.unwrap(), &golden(&format!("layers.{i}.router_logits"))) <= TOLERANCE);
             assert_eq!(routed.ids, golden(&format!("layers.{i}.topk_ids")), "{name}, layer {i}");
             assert!(distance(&routed.weights, &golden(&format!("layers.{i}.topk_weights"))) <= TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn shared_experts_on_attention_give_the_reference_s_numbers_and_only_they_are_read() {
+    for name in ALL {
+        let (config, weights, mut model) = load(name);
+        let golden = golden(name);
+        let before = weights.asked_for();
+        let sides = Sides { gate: GatePlacement::Ffn, shared_experts: SharedExpertPlacement::Attention };
+        model.take_on(sides, &weights).unwrap();
+        let read: Vec<_> = weights.asked_for().into_iter().filter(|name| !before.contains(name)).collect();
+        let has_some = |i: usize| config.moe(i).is_some_and(|moe| moe.shared_intermediate_size > 0);
+        let num_layers = (0..config.num_layers()).filter(|i| has_some(*i)).count();
+        assert!(read.iter().all(|name| name.contains(".shared_experts.")), "{name}: {read:?}");
+        assert_eq!((read.len(), num_layers > 0), (3 * num_layers, config.has_shared_experts()), "{name}");
+        for i in 0..config.num_layers() {
+            let ffn_in = golden(&format!("layers.{i}.ffn_in"));
+            // Few rows and many are computed in different ways.
+            for repeats in [1, 40] {
+                let rows = ffn_in.repeat([repeats, 1]);
+                let found = model.shared_experts(LayerIdx(i as u16), &rows).unwrap();
+                let Some(found) = found.filter(|_| has_some(i)) else {
+                    assert!(!has_some(i), "{name}, layer {i}");
+                    continue;
+                };
+                let expected = golden(&format!("layers.{i}.shared_out")).repeat([repeats, 1]);
+                let off = distance(&found, &expected);
+                assert!(off <= TOLERANCE, "{name}, layer {i}, {repeats} times: off by {off}");
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 use std::collections::HashMap;
 
 use afd_common::config::model::ModelConfig;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::Sides;
 use afd_common::ids::{HopKey, Shard, StepId};
 use afd_common::weights::Weights;
 use attention_svc::engine::{FfnLoss, FfnPort, SideTensors, StepOutline};
@@ -15,14 +15,9 @@ pub(crate) struct DirectFfn {
 }
 
 impl DirectFfn {
-    pub(crate) fn load(
-        config: &ModelConfig,
-        weights: &Weights,
-        num_shards: u32,
-        gate: GatePlacement,
-    ) -> Self {
+    pub(crate) fn load(config: &ModelConfig, weights: &Weights, num_shards: u32, sides: Sides) -> Self {
         let shard =
-            |index| FfnModel::load(config, weights, Shard::new(index, num_shards).unwrap(), gate).unwrap();
+            |index| FfnModel::load(config, weights, Shard::new(index, num_shards).unwrap(), sides).unwrap();
         Self { shards: (0..num_shards).map(shard).collect(), results: HashMap::new() }
     }
 }

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use afd_common::config::model::ModelConfig;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use afd_common::weights::Weights;
 use attention_svc::engine::{EngineConfig, EngineMetrics};
 use attention_svc::request::SamplingParams;
@@ -35,7 +35,7 @@ struct Prompt {
 struct Serving {
     config: EngineConfig,
     num_shards: u32,
-    gate: GatePlacement,
+    sides: Sides,
     /// How often the prompts are sent, one round after the other.
     rounds: usize,
 }
@@ -48,7 +48,7 @@ fn check(name: &str, serving: Serving) -> Arc<EngineMetrics> {
     let folder = fixtures().join("tiny").join(name);
     let model_config = ModelConfig::load(&folder).unwrap();
     let weights = Weights::open(&folder, &model_config, Kind::Float).unwrap();
-    let running = Running::start(&model_config, &weights, serving.config, serving.num_shards, serving.gate);
+    let running = Running::start(&model_config, &weights, serving.config, serving.num_shards, serving.sides);
 
     let expected = fixtures().join("expected").join(format!("{name}.json"));
     let expected: Expected = serde_json::from_slice(&std::fs::read(expected).unwrap()).unwrap();
@@ -78,23 +78,41 @@ fn stages(max_stages: usize) -> StageRules {
     StageRules { max_stages, ..StageRules::default() }
 }
 
+const ON_FFN: Sides = Sides { gate: GatePlacement::Ffn, shared_experts: SharedExpertPlacement::Ffn };
+
 /// Room for a little more than the longest sequence, in blocks of 4, and chunks of 24.
 fn cramped() -> EngineConfig {
     EngineConfig { block_size: 4, num_blocks: 70, max_num_batched_tokens: 24, ..config() }
 }
 
 fn roomy_and_cramped(name: &str) {
-    let roomy = Serving { config: config(), num_shards: 1, gate: GatePlacement::Ffn, rounds: 1 };
-    check(name, roomy);
+    check(name, Serving { config: config(), num_shards: 1, sides: ON_FFN, rounds: 1 });
     let cached = EngineConfig { stages: stages(2), ..cramped() };
-    let metrics = check(name, Serving { config: cached, num_shards: 2, gate: GatePlacement::Ffn, rounds: 2 });
+    let metrics = check(name, Serving { config: cached, num_shards: 2, sides: ON_FFN, rounds: 2 });
     assert!(metrics.prefix_hits.get() > 0, "the second round begins like the first");
     assert!(metrics.preemptions.get() > 0, "blocks were to run out");
     let uncached = EngineConfig { stages: stages(3), prefix_cache: false, ..cramped() };
-    let metrics =
-        check(name, Serving { config: uncached, num_shards: 3, gate: GatePlacement::Attention, rounds: 1 });
+    let sides = Sides { gate: GatePlacement::Attention, ..ON_FFN };
+    let metrics = check(name, Serving { config: uncached, num_shards: 3, sides, rounds: 1 });
     assert_eq!(metrics.prefix_hits.get(), 0);
     assert!(metrics.preemptions.get() > 0, "blocks were to run out");
+}
+
+/// The same with shared experts on attention, in any number of stages.
+#[test]
+fn shared_experts_on_attention() {
+    for name in ["tiny-deepseek-v2", "tiny-deepseek-v2-group", "tiny-deepseek-v3", "tiny-hash-routed"] {
+        for (max_stages, num_shards, gate) in [
+            (1, 1, GatePlacement::Ffn),
+            (2, 2, GatePlacement::Ffn),
+            (3, 1, GatePlacement::Attention),
+            (4, 3, GatePlacement::Attention),
+        ] {
+            let sides = Sides { gate, shared_experts: SharedExpertPlacement::Attention };
+            let config = EngineConfig { stages: stages(max_stages), ..cramped() };
+            check(name, Serving { config, num_shards, sides, rounds: 1 });
+        }
+    }
 }
 
 macro_rules! fixtures {

@@ -4,7 +4,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use afd_common::config::model::ModelConfig;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::Sides;
 use afd_common::link::Doorbell;
 use afd_common::weights::Weights;
 use attention_svc::engine::{CachedAttention, EngineConfig, EngineDeath, EngineHandle, EngineMetrics, spawn};
@@ -30,15 +30,14 @@ impl Running {
         weights: &Weights,
         config: EngineConfig,
         num_shards: u32,
-        gate: GatePlacement,
+        sides: impl Into<Sides>,
     ) -> Self {
+        let sides = sides.into();
         let mut attention = AttentionModel::load(model, weights, config.max_model_len).unwrap();
-        if gate == GatePlacement::Attention {
-            attention.load_gates(weights).unwrap();
-        }
+        attention.take_on(sides, weights).unwrap();
         let cache = KvCache::new(model, config.num_blocks as usize, config.block_size, Kind::Float).unwrap();
         let attention = CachedAttention::new(attention, cache).unwrap();
-        let ffn = Box::new(DirectFfn::load(model, weights, num_shards, gate));
+        let ffn = Box::new(DirectFfn::load(model, weights, num_shards, sides));
         let (handle, thread) = spawn(config, attention, ffn, Doorbell::default(), Arc::default()).unwrap();
         Self { handle, thread }
     }

@@ -7,7 +7,7 @@ mod step;
 use afd_common::telemetry::SpanSink;
 
 pub(super) use sequence::SequenceSpans;
-pub use step::AttendRecord;
+pub use step::{AttendRecord, Work};
 pub(super) use step::{StepRecorder, StepTrace};
 
 /// Where the engine's spans go, and how many steps are recorded hop by hop.

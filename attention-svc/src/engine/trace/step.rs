@@ -1,4 +1,5 @@
-//! A recorded step as spans: `schedule`, one `attention` per layer and stage, one `hop` per layer, stage and shard with
+//! A recorded step as spans: `schedule`, one `attention` per layer and stage (and one `shared experts`, where they are
+//! attention's), one `hop` per layer, stage and shard with
 //! its `dispatch` and `combine`, and `sample`. Together they cover the step without a gap. What the FFN did meanwhile are
 //! children of the same hops, made by the FFN: both sides derive a hop's span id from its key.
 use std::time::{Duration, Instant};
@@ -11,10 +12,31 @@ use super::super::ffn_port::{HopRecord, StepOutline};
 use super::super::forward::ForwardTimes;
 use super::{EngineTracing, SequenceSpans};
 
-/// When attention computed a layer of a stage.
+/// What of a layer attention computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Attention, from the answers to the layer before to the rows that go out.
+    Attention,
+    /// Shared experts that are placed on attention, while those rows are out.
+    SharedExperts,
+}
+
+impl Work {
+    /// As spans and timelines name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Attention => "attention",
+            Self::SharedExperts => "shared experts",
+        }
+    }
+}
+
+/// When attention computed something of a layer of a stage.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendRecord {
-    /// Whose rows went out afterwards.
+    /// What.
+    pub work: Work,
+    /// Of which rows.
     pub hop: HopKey,
     /// When it began.
     pub begun: Instant,
@@ -51,7 +73,7 @@ pub(crate) struct StepRecorder {
 
 impl StepRecorder {
     pub(crate) fn new(tracing: EngineTracing, num_layers: u16, max_stages: usize) -> Self {
-        let most = if tracing.spans.is_on() { usize::from(num_layers) * max_stages } else { 0 };
+        let most = if tracing.spans.is_on() { 2 * usize::from(num_layers) * max_stages } else { 0 };
         let EngineTracing { spans, hops_ratio } = tracing;
         Self { spans, hops_ratio, next_drawn: draw(hops_ratio), attends: Vec::with_capacity(most) }
     }
@@ -106,8 +128,11 @@ impl StepRecorder {
         let first = self.attends.first().map_or(end, |attend| attend.begun);
         self.spans.end(part("schedule", begun, first));
         for attend in &self.attends {
-            let from = landed(hops, attend.hop).unwrap_or(attend.begun);
-            self.spans.end(at(part("attention", from, attend.ended), attend.hop));
+            let from = match attend.work {
+                Work::Attention => landed(hops, attend.hop).unwrap_or(attend.begun),
+                Work::SharedExperts => attend.begun,
+            };
+            self.spans.end(at(part(attend.work.name(), from, attend.ended), attend.hop));
         }
         hops.iter().for_each(|hop| self.end_hop(trace, hop, &clock, end));
         // The last answers are in: what is left of the step is logits, sampling and telling.

@@ -120,6 +120,11 @@ impl ModelConfig {
             _ => None,
         }
     }
+
+    /// Whether some layer has shared experts.
+    pub fn has_shared_experts(&self) -> bool {
+        (0..self.num_layers()).filter_map(|layer| self.moe(layer)).any(|moe| moe.shared_intermediate_size > 0)
+    }
 }
 
 fn read_object(path: &Path) -> Result<serde_json::Map<String, serde_json::Value>, ConfigError> {

@@ -10,6 +10,7 @@ fn model() -> v1::ModelIdentity {
         gate_placement: v1::GatePlacement::Ffn.into(),
         placement: String::new(),
         routing: v1::Routing::Model.into(),
+        shared_expert_placement: v1::SharedExpertPlacement::Ffn.into(),
     }
 }
 
@@ -89,7 +90,7 @@ fn what_must_be_equal_is_refused_by_name_with_both_values() {
     fn model(request: &mut v1::JoinRequest) -> &mut v1::ModelIdentity {
         request.model.as_mut().unwrap()
     }
-    let cases: [(Change, [&str; 4]); 11] = [
+    let cases: [(Change, [&str; 4]); 12] = [
         (|r| r.protocol_major = 9, ["protocol_major", "9", "1", "update"]),
         (|r| model(r).placement = "00ff".into(), ["model.placement", "00ff", "contiguous", "--placement"]),
         (
@@ -110,6 +111,10 @@ fn what_must_be_equal_is_refused_by_name_with_both_values() {
         (
             |r| model(r).gate_placement = v1::GatePlacement::Attention.into(),
             ["model.gate_placement", "has attention", "has ffn", "--gate"],
+        ),
+        (
+            |r| model(r).shared_expert_placement = v1::SharedExpertPlacement::Attention.into(),
+            ["model.shared_expert_placement", "has attention", "has ffn", "--shared-experts"],
         ),
         (|r| r.shard_count = 3, ["shard_count", "3", "2", "--shard"]),
         (

@@ -1,13 +1,14 @@
 //! A gated MLP, `down(silu(gate(x)) * up(x))`, or this shard's slice of one: some rows of gate and up, the same columns
 //! of down. The slices' results add up to the whole.
-use afd_common::ids::Shard;
-use afd_common::weights::{WeightError, Weights};
 use afd_ffi::cpu_mlp::StoredMlp;
 use tch::{TchError, Tensor};
 
+use crate::ids::Shard;
+use crate::weights::{WeightError, Weights};
+
 /// Weights of a (part of a) gated MLP.
 #[derive(Debug)]
-pub(super) struct GatedMlp {
+pub struct GatedMlp {
     gate_up: GateUp,
     /// `[intermediate, hidden]`, a transposed view.
     down: Tensor,
@@ -25,7 +26,12 @@ struct Biases {
 }
 
 impl GatedMlp {
-    pub(super) fn load(
+    /// The part of `shard` of the MLP that the checkpoint stores under `names` (gate, up, down), `[intermediate, hidden]` each
+    /// as it multiplies.
+    ///
+    /// # Errors
+    /// [`WeightError`] names the tensor.
+    pub fn load(
         weights: &Weights,
         names: &[String; 3],
         hidden: usize,
@@ -51,12 +57,16 @@ impl GatedMlp {
         Ok(Self { gate_up, down: transposed(&down_name, &down)?, biases, stored })
     }
 
-    pub(super) fn stored(&self) -> Option<&StoredMlp> {
+    /// The same weights for [`FewRows`](super::FewRows), where those can have them.
+    pub fn stored(&self) -> Option<&StoredMlp> {
         self.stored.as_ref()
     }
 
     /// `[rows, hidden]` to `[rows, hidden]`, in the dtype of `x`, which may be wider than the weights'.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
+    ///
+    /// # Errors
+    /// libtorch's, when shapes or dtypes do not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor, TchError> {
         let (mut gate, mut up) = self.gate_up.forward(x)?;
         if let Some(biases) = &self.biases {
             (gate, up) = (gate.f_add(&biases.gate)?, up.f_add(&biases.up)?);
@@ -71,7 +81,7 @@ impl GatedMlp {
 
 /// Weights of gate and up: one product where they lie behind one another in memory, else two.
 #[derive(Debug)]
-pub(super) enum GateUp {
+pub enum GateUp {
     /// `[hidden, 2 * intermediate]`, a transposed view.
     Joined(Tensor),
     /// `[hidden, intermediate]` each, transposed views.
@@ -80,7 +90,10 @@ pub(super) enum GateUp {
 
 impl GateUp {
     /// Rows `part` of both.
-    pub(super) fn load(
+    ///
+    /// # Errors
+    /// [`WeightError`] names the tensor.
+    pub fn load(
         weights: &Weights,
         [gate, up]: [&str; 2],
         hidden: usize,
@@ -98,7 +111,7 @@ impl GateUp {
     }
 
     /// The weights with `down`, `[hidden, intermediate]`, for the loops for few rows; `None` where those cannot run.
-    pub(super) fn stored_with(&self, down: &Tensor) -> Option<StoredMlp> {
+    pub fn stored_with(&self, down: &Tensor) -> Option<StoredMlp> {
         let (gate, up) = match self {
             Self::Joined(both) => {
                 let (gate, up) = halves(both).ok()?;
@@ -121,11 +134,18 @@ impl GateUp {
 }
 
 /// `[rows, 2 * n]` as two of `[rows, n]`.
-pub(super) fn halves(both: &Tensor) -> Result<(Tensor, Tensor), TchError> {
+///
+/// # Errors
+/// libtorch's, when it has another shape.
+pub fn halves(both: &Tensor) -> Result<(Tensor, Tensor), TchError> {
     let width = both.size()[1] / 2;
     Ok((both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?))
 }
 
-pub(super) fn transposed(name: &str, weight: &Tensor) -> Result<Tensor, WeightError> {
+/// A weight as products take it, a view.
+///
+/// # Errors
+/// [`WeightError`] names the tensor.
+pub fn transposed(name: &str, weight: &Tensor) -> Result<Tensor, WeightError> {
     weight.f_transpose(0, 1).map_err(|source| WeightError::Torch { name: name.into(), source })
 }
