@@ -136,7 +136,7 @@ mod tests {
     use afd_common::link::{Doorbell, Limits, LinkKind, loopback};
     use tokio::sync::mpsc;
 
-    use super::super::edge::{EdgeControl, Life};
+    use super::super::life::{EdgeControl, Life};
     use super::*;
 
     fn edge(id: u64) -> (Edge, mpsc::Receiver<Message>) {

@@ -11,10 +11,10 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use super::clock::WallClock;
-use super::control::{ControlSettings, Shared};
 use super::directory::Directory;
 use super::local::{self, TooManyRows};
 use super::port::{PortParts, RemoteFfn};
+use super::session::{ControlSettings, Shared};
 use super::settings::PortSettings;
 use super::stats::FfnStats;
 use crate::engine::FfnPort;

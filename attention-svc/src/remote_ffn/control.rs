@@ -4,27 +4,25 @@
 //! Nothing of the per-layer path is here: rows travel on the link, which the engine thread owns once it is up.
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use afd_common::link::{Doorbell, LinkKind};
-use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::spelling;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 
-use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
+use super::edge::{Edge, EdgeEvent};
 use super::hop_table::EdgeId;
 use super::joining::{self, Opened, Target};
+use super::life::{EdgeControl, Life};
 use super::peer::{Peer, PeerState};
-use super::roster::{NotSeated, Process, Roster};
-use super::stats::FfnReports;
+use super::roster::{NotSeated, Process};
+use super::session::{self, SessionError, Shared};
 use super::stream_edge::StreamEdge;
-use super::stream_joining::StreamSettings;
 use super::talk::{Talk, heartbeat};
 
 /// Plans waiting for the control stream: a few steps' worth.
@@ -34,76 +32,6 @@ const RETRY_MOST: Duration = Duration::from_secs(1);
 /// Before a process is asked again that another one keeps out, unless that one goes first; and at most, before one is that
 /// knows another process as this rank.
 const TWIN_RETRY: Duration = Duration::from_secs(5);
-
-/// What stays the same for every rank and every session.
-#[derive(Clone, Debug)]
-pub struct ControlSettings {
-    /// This process.
-    pub identity: v1::Identity,
-    /// Must be equal on both sides.
-    pub model: v1::ModelIdentity,
-    /// In order of preference.
-    pub link_kinds: Vec<LinkKind>,
-    /// For links that a stream drives; none without a GPU.
-    pub stream: Option<StreamSettings>,
-    /// Stages in flight to ask for: also the link's credits.
-    pub max_stages: u32,
-    /// Tokens of one stage to ask for.
-    pub max_tokens_per_stage: u32,
-    /// Most bytes of one row on the wire, either way, side tensors included.
-    pub max_row_bytes: usize,
-    /// Guards joining; empty when there is none.
-    pub join_token: String,
-    /// FFN ranks are dialled in the clear without.
-    pub tls: Option<ClientTls>,
-    /// For each phase of joining: connect, join, open links and attach.
-    pub link_timeout: Duration,
-}
-
-/// What the control tasks of all ranks share.
-pub struct Shared {
-    /// See [`ControlSettings`].
-    pub settings: ControlSettings,
-    /// To the engine.
-    pub events: crossbeam_channel::Sender<EdgeEvent>,
-    /// Rung with every event, and by every link.
-    pub bell: Doorbell,
-    /// The engine's clock.
-    pub started: Instant,
-    /// Shards of this deployment, once a rank has joined; 0 before.
-    pub shard_count: AtomicU32,
-    /// Makes edge ids.
-    pub next_edge: AtomicU64,
-    /// Notified whenever some rank stands differently.
-    pub changed: Notify,
-    /// Notified whenever a rank that was in use is gone.
-    pub vacated: Notify,
-    /// Which process holds which rank.
-    pub roster: Mutex<Roster>,
-    /// What ranks say of steps that were profiled.
-    pub reports: Arc<FfnReports>,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub(super) enum SessionError {
-    #[error("{0}")]
-    Refused(String),
-    #[error("join: {0}")]
-    NotSeated(#[from] NotSeated),
-    /// Another live process says that it is this attention rank.
-    #[error("{0}")]
-    Taken(String),
-    #[error("{0}")]
-    Broken(String),
-    #[error("{0}")]
-    Away(String),
-}
-
-impl SessionError {
-    pub(super) fn broken(what: &str, error: impl std::fmt::Display) -> Self {
-        Self::Broken(format!("{what}: {error}"))
-    }
-}
 
 /// Serves one address, which `--ffn` calls `host`, until `stop`: session after session, with a short pause between them.
 pub async fn run(
@@ -236,7 +164,7 @@ impl<'a> Control<'a> {
         let joined = joining::join(&mut client, &expected, shared).await?;
         let _seated = self.seat(joined.identity.as_ref())?;
         let shard = joining::agreed_shard(&joined, shared)?;
-        let combine_dtype = joining::combine_dtype(&joined)?;
+        let combine_dtype = session::combine_dtype(&joined)?;
         let rank = joined.identity.as_ref().map_or(0, |identity| identity.rank);
         let peer: Arc<str> = format!("F{rank} at {address}").into();
 
@@ -245,7 +173,7 @@ impl<'a> Control<'a> {
         let hello = v1::StepsRequest { session_id: joined.session_id.clone(), message: Some(heartbeat()) };
         to_rank.try_send(hello).map_err(|error| SessionError::broken("steps", error))?;
         let steps = client.steps(ReceiverStream::new(requests));
-        let steps = joining::within(limit, &peer, "control stream", steps).await?;
+        let steps = session::within(limit, &peer, "control stream", steps).await?;
         let link = joining::open_link(&mut client, channel, &target, &peer, &joined, shared).await?;
 
         let id = EdgeId(shared.next_edge.fetch_add(1, Ordering::Relaxed));
@@ -281,17 +209,5 @@ impl<'a> Control<'a> {
         let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
         shared.tell(EdgeEvent::Down { id, why: why.clone() });
         Err(SessionError::Broken(why))
-    }
-}
-
-impl Shared {
-    pub(super) fn tell(&self, event: EdgeEvent) {
-        // The engine outlives its edges; if it is gone, so is everything that could use the event.
-        let _ = self.events.send(event);
-        self.bell.ring();
-    }
-
-    fn lock_roster(&self) -> MutexGuard<'_, Roster> {
-        self.roster.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

@@ -12,8 +12,9 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::control::{self, Shared};
+use super::control;
 use super::peer::{Peer, PeerState};
+use super::session::Shared;
 use super::standing::Standing;
 use super::stats::FfnStats;
 use crate::membership::announced::Announced;

@@ -4,6 +4,7 @@ use afd_common::spelling;
 
 use super::edge::Edge;
 use super::hop_table::EdgeId;
+use super::stream_edge::StreamEdge;
 
 /// What is kept by shard: an edge whose link the host drives, or one that a stream drives.
 pub trait OfShard {
@@ -32,6 +33,25 @@ impl OfShard for Edge {
 
     fn is_cold(&self) -> bool {
         self.warm_up.is_some()
+    }
+}
+
+impl OfShard for StreamEdge {
+    fn id(&self) -> EdgeId {
+        self.id
+    }
+
+    fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    fn is_draining(&self) -> bool {
+        self.draining
+    }
+
+    /// It is warmed up with the decode steps' graphs.
+    fn is_cold(&self) -> bool {
+        false
     }
 }
 

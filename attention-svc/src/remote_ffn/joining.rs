@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use afd_common::frame::RowType;
 use afd_common::ids::{Epoch, Shard};
 use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
@@ -14,11 +13,10 @@ use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
-use afd_common::spelling::{self, count, span};
-use tonic::Code;
+use afd_common::spelling::count;
 use tonic::transport::Channel;
 
-use super::control::{SessionError, Shared};
+use super::session::{SessionError, Shared, late, wire_kind, within};
 use super::stream_edge::StreamLink;
 use super::stream_joining::{self, NotOpened};
 
@@ -86,18 +84,6 @@ pub(super) async fn join(
         )));
     }
     Ok(joined)
-}
-
-/// Element type of what the rank sends back.
-pub(super) fn combine_dtype(joined: &v1::JoinResponse) -> Result<RowType, SessionError> {
-    match joined.combine_dtype() {
-        v1::Dtype::F32 => Ok(RowType::F32),
-        v1::Dtype::Bf16 => Ok(RowType::Bf16),
-        other => {
-            let dtype = spelling::dtype(other);
-            Err(SessionError::Refused(format!("join: combine dtype {dtype} is not known here")))
-        }
-    }
 }
 
 /// Which shard the rank owns. The first rank decides how many there are, if nobody did.
@@ -222,50 +208,4 @@ async fn attach(
     let dial = move || attach::dial(target.address, target.tls.as_ref(), &ticket, limits, bell, timeout);
     let attached = tokio::task::spawn_blocking(dial).await;
     attached.unwrap_or_else(|error| Err(AttachError::Transport { peer, what: error.to_string() }))
-}
-
-/// The protocol's name of a link kind.
-pub(super) fn wire_kind(kind: LinkKind) -> v1::LinkKind {
-    match kind {
-        LinkKind::Loopback => v1::LinkKind::Loopback,
-        LinkKind::Tcp => v1::LinkKind::Tcp,
-        LinkKind::Inline => v1::LinkKind::Inline,
-        LinkKind::Shm => v1::LinkKind::Shm,
-        LinkKind::Nccl => v1::LinkKind::Nccl,
-        LinkKind::CudaIpc => v1::LinkKind::CudaIpc,
-    }
-}
-
-/// What is said of a phase that `peer` let run out.
-pub(super) fn late(peer: &str, phase: &str, limit: Duration) -> String {
-    format!("{phase}: no answer from {peer} within {} (--link-timeout)", span(limit))
-}
-
-/// One call of a phase, answered by `peer` within its limit.
-pub(super) async fn within<T>(
-    limit: Duration,
-    peer: &str,
-    phase: &str,
-    call: impl Future<Output = Result<T, tonic::Status>>,
-) -> Result<T, SessionError> {
-    match tokio::time::timeout(limit, call).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(status)) => Err(from_status(phase, &status)),
-        Err(_) => Err(SessionError::Broken(late(peer, phase, limit))),
-    }
-}
-
-/// A `FAILED_PRECONDITION` will not go away by trying again soon; everything else may.
-fn from_status(what: &str, status: &tonic::Status) -> SessionError {
-    match status.code() {
-        Code::FailedPrecondition | Code::PermissionDenied | Code::Unauthenticated => {
-            SessionError::Refused(format!("{what}: {}", client::words(status)))
-        }
-        Code::Unimplemented => SessionError::Refused(format!(
-            "{what}: no ffn-svc listens there (--ffn): {}",
-            if status.message().is_empty() { "it does not know the call" } else { status.message() }
-        )),
-        Code::AlreadyExists => SessionError::Taken(format!("{what}: {}", client::words(status))),
-        _ => SessionError::Broken(format!("{what}: {}", client::words(status))),
-    }
 }

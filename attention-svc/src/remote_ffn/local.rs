@@ -12,8 +12,9 @@ use ffn_svc::session::in_process::InProcess;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::edge::{Edge, EdgeControl, EdgeEvent, Life};
+use super::edge::{Edge, EdgeEvent};
 use super::hop_table::EdgeId;
+use super::life::{EdgeControl, Life};
 
 /// The engine serves this one link all its life.
 const NO_SESSION: SessionTag = SessionTag(0);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use afd_common::ids::Shard;
 use afd_common::link::LinkKind;
 
-use super::edge::Life;
+use super::life::Life;
 
 /// One address, for people and for readiness.
 #[derive(Clone, Debug)]

@@ -19,6 +19,7 @@ use super::kept::Kept;
 use super::outstanding::{Refusal, refusal};
 use super::settings::PortSettings;
 use super::stats::FfnStats;
+use super::warm_up::WarmUp;
 use crate::engine::StepOutline;
 
 /// Steps of made-up rows, as they were run before the first request.
@@ -45,20 +46,6 @@ struct ScriptedStep {
     layers: Vec<Kept>,
 }
 
-/// How far an edge is.
-#[derive(Clone, Debug)]
-pub struct WarmUp {
-    /// Steps that are over.
-    step: usize,
-    /// The layer that each stage of the present one waits for.
-    awaited: Vec<Option<LayerIdx>>,
-    begun: Option<Instant>,
-    /// When something was sent or came last.
-    moved: Instant,
-    /// Somebody waits for this rank since then: nothing more of it is sent.
-    needed: Option<Instant>,
-}
-
 /// What frames are made with.
 pub struct Wire<'a> {
     /// Element type of dispatched rows.
@@ -82,35 +69,6 @@ impl<'a> Wire<'a> {
         now: Instant,
     ) -> Self {
         Self { rows: settings.rows, hidden_size: settings.hidden_size, gathered, stats, now }
-    }
-}
-
-impl WarmUp {
-    /// Of an edge that has just joined.
-    pub fn new(now: Instant) -> Self {
-        Self { step: 0, awaited: Vec::new(), begun: None, moved: now, needed: None }
-    }
-
-    /// Whether the rank still owes answers: its link has no room for others then.
-    pub fn owes(&self) -> bool {
-        self.awaited.iter().any(Option::is_some)
-    }
-
-    /// Somebody waits for this rank.
-    pub fn handle_needed(&mut self, now: Instant) {
-        self.needed.get_or_insert(now);
-    }
-
-    /// Since when it owes an answer and has not got on; and whether it is needed.
-    pub fn waiting(&self) -> Option<(Instant, bool)> {
-        self.owes().then(|| (self.needed.unwrap_or(self.moved), self.needed.is_some()))
-    }
-
-    /// Whether a stage waits for this layer of the present step.
-    fn awaits(&self, hop: HopKey, script: &Script) -> bool {
-        let step = script.steps.get(self.step);
-        step.is_some_and(|step| step.outline.step == hop.step)
-            && self.awaited.get(usize::from(hop.stage.0)) == Some(&Some(hop.layer))
     }
 }
 
@@ -168,7 +126,14 @@ impl Script {
 
     /// Whether a frame answers a hop of the edge's warm-up.
     pub fn is_answer(&self, edge: &Edge, frame: &InFrame) -> bool {
-        edge.warm_up.as_ref().is_some_and(|warm_up| warm_up.awaits(frame.header.hop, self))
+        edge.warm_up.as_ref().is_some_and(|warm_up| self.awaits(warm_up, frame.header.hop))
+    }
+
+    /// Whether a stage of the present step waits for this layer.
+    fn awaits(&self, warm_up: &WarmUp, hop: HopKey) -> bool {
+        let step = self.steps.get(warm_up.step);
+        step.is_some_and(|step| step.outline.step == hop.step)
+            && warm_up.awaited.get(usize::from(hop.stage.0)) == Some(&Some(hop.layer))
     }
 
     /// Takes such an answer in and sends what is next.

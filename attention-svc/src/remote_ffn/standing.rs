@@ -162,7 +162,7 @@ mod tests {
 
     use afd_common::link::LinkKind;
 
-    use super::super::edge::Life;
+    use super::super::life::Life;
     use super::*;
 
     fn shard(index: u32) -> Shard {

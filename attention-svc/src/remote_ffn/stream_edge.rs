@@ -7,9 +7,8 @@ use afd_common::ids::{Epoch, LayerIdx, Shard};
 use afd_common::link::{LinkKind, LinkStats};
 use afd_gpu::channel::{Frame, HopShape, StepChannel};
 
-use super::edge::EdgeControl;
-use super::edges::OfShard;
 use super::hop_table::EdgeId;
+use super::life::EdgeControl;
 
 /// This end of an open link.
 pub struct StreamLink {
@@ -56,24 +55,5 @@ impl StreamEdge {
         // What still waits on the device ends at once; dropping the channel waits for that.
         self.link.channel.abort();
         self.control.abandon(why, now);
-    }
-}
-
-impl OfShard for StreamEdge {
-    fn id(&self) -> EdgeId {
-        self.id
-    }
-
-    fn shard(&self) -> Shard {
-        self.shard
-    }
-
-    fn is_draining(&self) -> bool {
-        self.draining
-    }
-
-    /// It is warmed up with the decode steps' graphs.
-    fn is_cold(&self) -> bool {
-        false
     }
 }

@@ -2,34 +2,18 @@
 //! the FFN has named. Blocking calls to the device run beside tokio's own threads.
 use std::time::Duration;
 
-use afd_common::frame::RowType;
 use afd_common::ids::Epoch;
 use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
-use afd_gpu::Device;
 use afd_gpu::channel::{DeviceChannel, HopShape, Landing, NcclChannel, StepChannel, StepError};
 use afd_gpu::nccl::UniqueId;
 use ffn_svc::session::ipc_wire;
 use tonic::Code;
 use tonic::transport::Channel;
 
-use super::control::{SessionError, Shared};
-use super::joining::{combine_dtype, late, wire_kind, within};
+use super::session::{SessionError, Shared, combine_dtype, late, wire_kind, within};
 use super::stream_edge::StreamLink;
-
-/// What links that a stream drives need to know of this process.
-#[derive(Clone, Debug)]
-pub struct StreamSettings {
-    /// Attention's device.
-    pub device: Device,
-    /// Width of a row, elements.
-    pub hidden_size: usize,
-    /// Element type of a row on its way out.
-    pub rows: RowType,
-    /// How long a wait on the stream waits for the FFN, and the FFN for this process.
-    pub patience: Duration,
-}
 
 /// Why a link was not opened.
 pub(super) enum NotOpened {

@@ -12,9 +12,10 @@ use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use super::control::Shared;
-use super::edge::{EdgeEvent, Life};
+use super::edge::EdgeEvent;
 use super::hop_table::EdgeId;
+use super::life::Life;
+use super::session::Shared;
 
 /// The control stream of an edge.
 pub(super) struct Talk<'a> {

@@ -22,11 +22,10 @@ use crate::config::{FfnConfig, FfnTarget, ServeConfig};
 use crate::device::LocalFfn;
 use crate::membership::announced::Announced;
 use crate::remote_ffn::connect::{self, Way};
-use crate::remote_ffn::control::ControlSettings;
 use crate::remote_ffn::directory::{Directory, DirectoryError};
 use crate::remote_ffn::peer::Peer;
+use crate::remote_ffn::session::{ControlSettings, StreamSettings};
 use crate::remote_ffn::settings::PortSettings;
-use crate::remote_ffn::stream_joining::StreamSettings;
 use crate::remote_ffn::streams::StreamPlace;
 
 /// Added to the hop timeout per outstanding row, so that a long prefill is not taken for a death.

@@ -6,9 +6,9 @@ use super::RemoteFfn;
 use crate::engine::FfnLoss;
 use crate::remote_ffn::edge::{Edge, EdgeEvent};
 use crate::remote_ffn::hop_table::EdgeId;
-use crate::remote_ffn::rehearsal::WarmUp;
 use crate::remote_ffn::stream_edge::StreamEdge;
 use crate::remote_ffn::streams::Streams;
+use crate::remote_ffn::warm_up::WarmUp;
 
 impl RemoteFfn {
     pub(super) fn handle_events(&mut self) {
