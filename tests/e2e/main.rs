@@ -17,6 +17,7 @@ mod phases;
 mod plans;
 mod probe;
 mod scale;
+mod shared_experts;
 mod shutdown;
 mod stages;
 mod standing;
