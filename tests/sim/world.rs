@@ -10,8 +10,9 @@ use afd_common::ids::{Epoch, HopKey, Shard, StepId};
 use afd_common::link::bare;
 use afd_common::link::{Doorbell, Limits, LinkKind};
 use afd_common::proto::v1;
-use attention_svc::remote_ffn::edge::{Edge, EdgeControl, EdgeEvent, Life};
+use attention_svc::remote_ffn::edge::{Edge, EdgeEvent};
 use attention_svc::remote_ffn::hop_table::EdgeId;
+use attention_svc::remote_ffn::life::{EdgeControl, Life};
 use attention_svc::remote_ffn::roster::{self, Roster};
 use tokio::sync::mpsc;
 
