@@ -13,7 +13,7 @@
 // With EXPERTS 0 there is no router: a dense MLP is nothing but shared experts.
 //
 // A token t owns rows t * CHOICES .. + CHOICES of the intermediate tensors: TOP_K routed, then SHARED.
-// The router, and what lies where in `routing`: moe_router.cuh. Who has which tiles: moe_pool.cuh.
+// The router, and what lies where in `routing`: moe_router.cuh. Who has which tiles: moe_pool.cuh. The sum: moe_combine.cuh.
 
 // ---- the two products -------------------------------------------------------------------------------------------
 
@@ -36,10 +36,10 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
     const u32 ring = shared_address(memory);
     float4* red = (float4*)(memory + STAGES * STAGE_BYTES);
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-    __shared__ int4 announced[STAGES]; // what is in a stage: {segment or NO_MORE, tile, rows, 0}
+    __shared__ int4 announced[STAGES]; // what is in a stage: {segment or NO_MORE, tile, rows (and SEVERAL), 0}
     __shared__ int announced_rows[STAGES][SEGMENT_ROWS]; // the segment's rows of the intermediate tensors
     __shared__ int announced_index[STAGES];              // which walk of the stage it is, to look ahead by
-    constexpr int NO_MORE = -1 << 30;
+    constexpr int NO_MORE = -1 << 30, NOBODYS = NO_MORE + 1;
     // Of the next segment's rows, so many tiles are asked for while this one's last weights are multiplied: as registers allow.
     constexpr int AHEAD_TILES = NT == 1 || GATED ? 1 : 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -68,8 +68,7 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
             due = clock_cycles() + PACE;
             __syncwarp();
         };
-        auto fetch = [&](int expert, int segment, int tile, int rows, int row, u64 policy) {
-            barrier_wait(empty + 8 * stage, parity);
+        auto announce = [&](int segment, int tile, int rows, int row) {
             if (lane == 0) announced[stage] = make_int4(segment, tile, rows, 0);
             if (lane < SEGMENT_ROWS) announced_rows[stage][lane] = row;
             __syncwarp();
@@ -78,19 +77,29 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 barrier_expect(full + 8 * stage, 16 * ROW_BYTES);
             }
             __syncwarp();
+        };
+        auto copy = [&](int to, int expert, int tile, u64 policy) {
             const int line = GATED ? tile * 8 + lane % 8 + lane / 8 * INTER : tile * 16 + lane;
             const bf16* source = weight + ((size_t)expert * (GATED ? 2 * INTER : HIDDEN) + line) * WIDTH;
             for (int begin = 0; begin < 16; begin += paced ? PACED_ROWS : 16) {
                 if (paced) pace();
                 if (lane >= begin && lane < (paced ? begin + PACED_ROWS : 16))
-                    bulk_copy(ring + stage * STAGE_BYTES + lane * ROW_STRIDE, source, ROW_BYTES, full + 8 * stage, policy);
+                    bulk_copy(ring + to * STAGE_BYTES + lane * ROW_STRIDE, source, ROW_BYTES, full + 8 * to, policy);
             }
+        };
+        auto advance = [&]() {
             ++index;
             if (++stage == STAGES) {
                 stage = 0;
                 parity ^= 1;
                 paced = false;
             }
+        };
+        auto fetch = [&](int expert, int segment, int tile, int rows, int row, u64 policy) {
+            barrier_wait(empty + 8 * stage, parity);
+            announce(segment, tile, rows, row);
+            copy(stage, expert, tile, policy);
+            advance();
         };
         // Shared experts have all rows, in passes of a segment each, of which the first brings the weights into the second-level
         // cache. Of more passes than two, as many as fit into the router's time are done at once; memory has nothing to do
@@ -120,31 +129,58 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
                 if (lane < 4 && p + lane < end) bulk_prefetch(base + (size_t)(p + lane) * PIECE, PIECE);
             }
         }
+        // Without shared experts nothing is sure to be read. But with rows enough nearly every expert will be somebody's choice: then
+        // blocks hold the first tiles of each, and fill their rings with them until it is known whose rows they meet.
+        constexpr bool HOLDS = GATED && EXPERTS && !SHARED;
+        const int holders = HOLDS && num_here && max_rows * TOP_K > 2 * EXPERTS ? min(n / num_here, TILES / STAGES) : 0; // of an expert
+        const int held = holders * STAGES, free_tiles = TILES - held;
+        const int own = (int)blockIdx.x < holders * num_here ? (int)blockIdx.x / max(holders, 1) : -1;
+        const int own_tile = own < 0 ? 0 : (int)blockIdx.x % max(holders, 1) * STAGES;
+        if (own >= 0)
+            for (int s = 0; s < STAGES; ++s) copy(s, own, own_tile + s, once);
         paced = false;
         __syncwarp();
         // The down product starts after the router has ended, so only the other must wait for the segments.
         if (GATED) wait_for_previous();
         if (GATED) let_next_start();
         if (EXPERTS) {
-            const Pool pool = pool_of(load_fresh(routing) * TILES);
+            const int segments = load_fresh(routing);
+            const Pool pool = pool_of(segments * free_tiles);
             int ticket = 0;
             auto take = [&]() {
                 if (lane == 0) ticket = atomicAdd(routing + (GATED ? 1 : 2), 1);
             };
             take(); // on its way while the block's own tiles are fetched
             int segment = -1, expert = 0, rows = 0, row = 0;
+            auto enter = [&](int next) {
+                segment = next;
+                // All at once: each is a way to memory and back while it is busy.
+                expert = load_fresh(routing + SEGMENTS + 2 * segment);
+                rows = load_fresh(routing + SEGMENTS + 2 * segment + 1);
+                if (lane < SEGMENT_ROWS) row = load_fresh(routing + SEGMENT_ROWS_AT + segment * SEGMENT_ROWS + lane);
+            };
             auto routed = [&](int begin, int end) {
                 for (int u = begin; u < end; ++u) {
-                    if (u / TILES != segment) {
-                        segment = u / TILES;
-                        // All at once: each is a way to memory and back while it is busy.
-                        expert = load_fresh(routing + SEGMENTS + 2 * segment);
-                        rows = load_fresh(routing + SEGMENTS + 2 * segment + 1);
-                        if (lane < SEGMENT_ROWS) row = load_fresh(routing + SEGMENT_ROWS_AT + segment * SEGMENT_ROWS + lane);
-                    }
-                    fetch(expert, segment, u % TILES, rows, row, once);
+                    if (u / free_tiles != segment) enter(u / free_tiles);
+                    fetch(expert, segment, held + u % free_tiles, rows, row, once);
                 }
             };
+            if (own >= 0) {
+                bool here = true;
+                for (int at = 0; at < segments; at += 32) {
+                    const bool mine = at + lane < segments && load_fresh(routing + SEGMENTS + 2 * (at + lane)) == own;
+                    for (u32 found = __ballot_sync(~0u, mine); found; found &= found - 1) {
+                        enter(at + __ffs(found) - 1);
+                        for (int s = 0; s < STAGES; ++s) {
+                            if (here) announce(segment, own_tile + s, rows, row), advance();
+                            else fetch(own, segment, own_tile + s, rows, row, once);
+                        }
+                        here = false;
+                    }
+                }
+                // Nobody's choice after all.
+                for (int s = 0; here && s < STAGES; ++s) announce(NOBODYS, own_tile + s, 0, 0), advance();
+            }
             const int begin = (int)((long long)pool.begin * blockIdx.x / n), end = (int)((long long)pool.begin * (blockIdx.x + 1) / n);
             const int until = apart ? begin + (end - begin) * (blockIdx.x * 53 % n) / n : begin;
             if (apart) {
@@ -214,7 +250,7 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
             }
             segment = what.x;
             side ^= 1;
-            rows = what.z;
+            rows = what.z % SEVERAL;
             if (warp == 0 && lane < rows) segment_rows[side][lane] = announced_rows[stage][lane];
             if (ahead_index == i) {
 #pragma unroll
@@ -273,7 +309,9 @@ DEVICE void stream_experts(const bf16* weight, const bf16* next_weight, const bf
             for (int t = 0; t < N; ++t)
                 buffer[(warp * N + t) * 32 + lane] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
         };
-        const int row_tiles = (rows + 7) / 8;
+        // Of an expert's rows it is by chance which are in the last of several segments, and one tile alone is added up in another
+        // order than more: there are no less than two then, and the bits are the same whatever the chance.
+        const int row_tiles = max((rows + 7) / 8, what.z / SEVERAL * 2);
         if (NT == 1 || row_tiles == 1) multiply(Int<1>());
         else if (NT == 2 || row_tiles == 2) multiply(Int<NT < 2 ? NT : 2>());
         else if (row_tiles == 3) multiply(Int<NT < 3 ? NT : 3>());
@@ -331,40 +369,4 @@ moe_gate_up(const bf16* weight, const bf16* down, const bf16* x, bf16* h, int* r
 KERNEL void __launch_bounds__(THREADS_DOWN, 1)
 moe_down(const bf16* weight, const bf16* h, float* y, int* routing, int max_rows, int num_here) {
     stream_experts<WARPS_DOWN, STAGES_DOWN, INTER, HIDDEN / 16, false>(weight, nullptr, h, y, routing, max_rows, num_here, 0);
-}
-
-// out[t] = sum of the chosen experts' rows by their weights, in the order of choice, and the shared experts' rows.
-// Rows beyond num_rows become zero. grid (max_rows and blocks that fetch ahead, HIDDEN / 256), 64 threads of four columns
-KERNEL void moe_combine(const float* y, const float* weights, void* out, const int* num_rows, int max_rows, AHEAD) {
-    let_next_start();
-    if ((int)blockIdx.x >= max_rows)
-        return FETCH_AHEAD((blockIdx.x - max_rows) * gridDim.y + blockIdx.y, (gridDim.x - max_rows) * gridDim.y);
-    wait_for_previous();
-    const int t = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x * 4;
-    // All is asked for at once, needed or not: the device waits for this kernel.
-    const int real = num_rows ? load_fresh(num_rows) : max_rows;
-    float w[CHOICES];
-    float4 v[CHOICES];
-#pragma unroll
-    for (int k = 0; k < CHOICES; ++k) {
-        w[k] = k < TOP_K ? load_now(weights + t * TOP_K + k) : 1.f;
-        v[k] = load_now((const float4*)(y + ((size_t)t * CHOICES + k) * HIDDEN + column));
-    }
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (t < min(real, max_rows)) {
-        // A weight of zero is another shard's expert: nobody wrote that row.
-#pragma unroll
-        for (int k = 0; k < CHOICES; ++k) {
-            if (w[k] == 0.f) continue;
-            sum.x += w[k] * v[k].x;
-            sum.y += w[k] * v[k].y;
-            sum.z += w[k] * v[k].z;
-            sum.w += w[k] * v[k].w;
-        }
-    }
-#if OUT_F32
-    *(float4*)((float*)out + (size_t)t * HIDDEN + column) = sum;
-#else
-    *(uint2*)((bf16*)out + (size_t)t * HIDDEN + column) = make_uint2(bf16_pair(sum.x, sum.y), bf16_pair(sum.z, sum.w));
-#endif
 }

@@ -2,13 +2,14 @@
 // defined.
 //
 // routing: [0] number of segments, [1] and [2] how far the pools of tiles are handed out, [3] for which run of the gate and
-// up product x is there, [4] how many runs of it have ended; from SEGMENTS, {expert, rows} of each segment; from
-// SEGMENT_ROWS_AT, SEGMENT_ROWS for the rows of each.
+// up product x is there, [4] how many runs of it have ended; from SEGMENTS, {expert, rows} of each segment, and SEVERAL more
+// rows where it is one of several of its expert; from SEGMENT_ROWS_AT, SEGMENT_ROWS for the rows of each.
 
 #define CHOICES (TOP_K + SHARED)
 #define SEGMENT_ROWS (NT * 8)
 #define MAX_SEGMENTS (EXPERTS + MAX_ROWS * TOP_K / SEGMENT_ROWS)
 #define SEGMENTS 8
+#define SEVERAL (1 << 16)
 #define SEGMENT_ROWS_AT (SEGMENTS + 2 * MAX_SEGMENTS)
 #define TOPK_IDS (SEGMENT_ROWS_AT + SEGMENT_ROWS * MAX_SEGMENTS)
 
@@ -140,8 +141,9 @@ moe_router(const bf16* x, const bf16* router, const float* bias, float* logits, 
             first_segments[e] = before;
             if (tally && count[i]) atomicAdd(tally + first_local + e, (u64)count[i]);
             counts[e] = 0; // then how many rows have a place
+            const int several = count[i] > SEGMENT_ROWS ? SEVERAL : 0;
             for (int done = 0; done < count[i]; done += SEGMENT_ROWS)
-                ((int2*)(routing + SEGMENTS))[before++] = make_int2(e, min(SEGMENT_ROWS, count[i] - done));
+                ((int2*)(routing + SEGMENTS))[before++] = make_int2(e, min(SEGMENT_ROWS, count[i] - done) + several);
         }
         if (lane == 0) *ticket = 0;
         if (lane < 2) routing[1 + lane] = 0;

@@ -51,3 +51,12 @@ KERNEL void read_all(const uint4* p, u64 count, u32* sink) {
     for (; i < count; i += stride) mix ^= p[i].x;
     if (mix == 0x12345678u) *sink = mix;
 }
+
+// Does nothing for a while, as a wait for another device does: what comes behind may take its place meanwhile, and blocks beyond
+// the first fetch ahead. One warp a block
+KERNEL void pause(u64 ns, AHEAD) {
+    let_next_start();
+    wait_for_previous();
+    if (blockIdx.x) return FETCH_AHEAD(blockIdx.x - 1, gridDim.x - 1);
+    for (const u64 begin = nanoseconds(); nanoseconds() - begin < ns;) {}
+}

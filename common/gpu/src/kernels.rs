@@ -79,7 +79,8 @@ impl Source {
                 concat!(
                     include_str!("../kernels/choose.cuh"),
                     include_str!("../kernels/moe_pool.cuh"),
-                    include_str!("../kernels/moe_router.cuh")
+                    include_str!("../kernels/moe_router.cuh"),
+                    include_str!("../kernels/moe_combine.cuh")
                 )
             }
             Self::MoeWhole => {

@@ -1,6 +1,7 @@
 //! Seeded numbers, made where they are used: the same on the device and here.
 use half::bf16;
 
+use crate::ops::Ahead;
 use crate::{Device, GpuError, HostWords, Kernel, Launch, Module, Region, Source, Stream};
 
 /// The kernels of `random.cu`.
@@ -9,6 +10,7 @@ pub struct Random {
     fill: Kernel,
     check: Kernel,
     read: Kernel,
+    pause: Kernel,
     blocks: u32,
 }
 
@@ -20,7 +22,10 @@ impl Random {
         let blocks = device.num_multiprocessors() * 8;
         let kernel = |name| module.kernel(name, 0);
         let (fill, check, read) = (kernel("fill_uniform")?, kernel("check_uniform")?, kernel("read_all")?);
-        Ok(Self { fill, check, read, blocks })
+        let pause = kernel("pause")?;
+        // As a channel's wait: one split of memory for all that overlap.
+        pause.prefer_shared_memory()?;
+        Ok(Self { fill, check, read, pause, blocks })
     }
 
     /// Fills `out` with bf16 numbers, uniform in `[-scale, scale)`: element i is [`uniform`]`(seed, i, scale)`.
@@ -64,6 +69,18 @@ impl Random {
         let launch = Launch::new(&self.read, (self.blocks, 1), 256);
         let launch = launch.region(from).u64(from.len() as u64 / 16).region(sink);
         // SAFETY: read_all(uint4*, u64, u32*) reads as many units as the region has and writes one word.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// Does nothing for `us` behind what is there, as a channel that waits for its peer: kernels behind it take their places, and
+    /// what is `ahead` is fetched.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`]; [`GpuError::Unsupported`] for what cannot be fetched.
+    pub fn pause(&self, stream: &Stream, us: u64, ahead: Ahead<'_>) -> Result<(), GpuError> {
+        let launch = Launch::new(&self.pause, (1 + ahead.blocks(32), 1), 32).overlap(true).u64(us * 1000);
+        let launch = ahead.arguments(launch)?;
+        // SAFETY: pause's arguments; it reads nothing but for the cache.
         unsafe { launch.enqueue(stream) }
     }
 }

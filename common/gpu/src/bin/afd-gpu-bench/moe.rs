@@ -19,7 +19,7 @@ pub(crate) const LITE: MoeShape = MoeShape {
     normalize: false,
     round_logits: false,
 };
-const LAYERS: usize = 26;
+pub(crate) const LAYERS: usize = 26;
 /// Rows, what to reach, then, and what was predicted before the first run; µs.
 const TARGETS: [(usize, f64, f64, f64); 6] = [
     (1, 45.0, 38.0, 37.0),
@@ -221,7 +221,7 @@ pub(crate) fn profile(device: &Device) -> Result<String> {
     Ok(String::new())
 }
 
-fn weights(device: &Device, stream: &Stream, random: &Random, layer: usize) -> Result<MoeWeights> {
+pub(crate) fn weights(device: &Device, stream: &Stream, random: &Random, layer: usize) -> Result<MoeWeights> {
     weights_of(&LITE, device, stream, random, layer)
 }
 

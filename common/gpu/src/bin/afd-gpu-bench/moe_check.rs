@@ -57,7 +57,7 @@ pub(crate) fn run(device: &Device, stream: &Stream, random: &Random, lite: &MoeW
         (128, 100, 0),
     ];
     check(device, stream, random, &case("V2-Lite", LITE, lite.clone(), None), calls, &mut table)?;
-    let few: Calls<'_> = &[(1, 1, 8), (3, 2, 8), (2, 0, 8), (8, 8, 8), (6, 6, 0), (20, 20, 0)];
+    let few: Calls<'_> = &[(1, 1, 8), (3, 2, 8), (2, 0, 8), (8, 8, 8), (6, 6, 0), (20, 20, 0), (48, 40, 0)];
     let (first, here) = (LITE.num_experts / 2, LITE.num_experts / 2);
     let from = |region: &Region, each: usize| region.part(first * each * 2..region.len());
     let shard = MoeWeights {
@@ -72,6 +72,16 @@ pub(crate) fn run(device: &Device, stream: &Stream, random: &Random, lite: &MoeW
     let sigmoid = MoeShape { scoring: MoeScoring::Sigmoid, normalize: true, round_logits: true, ..LITE };
     let biased = MoeWeights { bias: Some(Region::from_slice(device, &bias)?), ..lite.clone() };
     check(device, stream, random, &case("sigmoid, bias", sigmoid, biased, Some(bias)), few, &mut table)?;
+    // Nearly every expert is somebody's choice, or so it looks from the padded rows: blocks fetch before they know. With a favourite,
+    // more rows of it than a segment has.
+    let alone = MoeShape { num_shared: 0, ..LITE };
+    let sure: Calls<'_> =
+        &[(1, 1, 8), (16, 16, 0), (40, 40, 0), (64, 64, 0), (64, 2, 0), (32, 0, 0), (128, 90, 0)];
+    check(device, stream, random, &case("none shared", alone, lite.clone(), None), sure, &mut table)?;
+    let bias: Vec<f32> = (0..LITE.num_experts).map(|e| if e == 5 { 9.0 } else { 0.0 }).collect();
+    let biased = MoeWeights { bias: Some(Region::from_slice(device, &bias)?), ..lite.clone() };
+    let favourite = case("a favourite", MoeShape { num_shared: 0, ..sigmoid }, biased, Some(bias));
+    check(device, stream, random, &favourite, &[(64, 64, 0), (80, 70, 0)], &mut table)?;
     let qwen =
         MoeShape { intermediate: 768, num_experts: 128, top_k: 8, num_shared: 0, normalize: true, ..LITE };
     let weights = weights_of(&qwen, device, stream, random, 99)?;
