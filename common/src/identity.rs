@@ -89,9 +89,6 @@ impl From<GatePlacement> for Sides {
 }
 
 impl Sides {
-    /// Why attention may not have shared experts where a role is on a GPU.
-    pub const NOT_ON_GPU: &str = "is attention, which needs --device cpu";
-
     /// Whether attention computes shared experts.
     pub fn shared_on_attention(self) -> bool {
         self.shared_experts == SharedExpertPlacement::Attention

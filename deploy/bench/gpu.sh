@@ -26,7 +26,7 @@ if [ "${1:-}" = --short ]; then
     shift
 fi
 out=${OUT:-.}
-[ $# -gt 0 ] || set -- machine rows products sample layer moe mla hops
+[ $# -gt 0 ] || set -- machine rows products sample layer moe shared mla hops
 
 # The wheels call NCCL libnccl.so.2; it is looked up as libnccl.so.
 wheels=$(python3 - <<'PY'
@@ -67,7 +67,7 @@ pair() {
     if [ "$num_gpus" -ge 2 ]; then
         services gpu_pair.py "$@"
     else
-        services gpu_pair.py --ffn-gpu 0 --layouts ipc --concurrency 8 --output-len 32 "$@"
+        services gpu_pair.py --ffn-gpu 0 --layouts ipc,shared --concurrency 8 --output-len 32 "$@"
     fi
 }
 skipped() {
@@ -86,7 +86,7 @@ pair ${short:+"${families[@]}"} fixtures
 part "$bin/afd-gpu-bench" --out "$out" "$@"
 services gpu_serve.py ${short:+--modes decode --concurrency 1,64} mono
 if [ "$num_gpus" -ge 2 ]; then
-    pair ${short:+--layouts ipc,nccl --concurrency 1,64} pair
+    pair ${short:+--layouts ipc,shared,nccl --concurrency 1,64} pair
     [ -n "$short" ] || pair shards sampled profile prompts
 else
     pair pair

@@ -4,7 +4,7 @@ import signal
 import time
 
 from gpu_rig import MODEL, Pair, expected_of, free_address, full_size_ffn, tiny_attention, tiny_ffn, together
-from gpu_serve import Process, complete, forced, full_size, metrics
+from gpu_serve import complete, forced, full_size, metrics
 
 
 def pace(args):
@@ -53,7 +53,7 @@ def loss_exact(args, lines):
             try:
                 kill_when_decoding(running, running.ffns[0])
                 killed = time.time()
-                running.ffns.append(Process("loss-exact-ffn-again", tiny_ffn(args, name), args.out, gpus=args.ffn_gpu, listen=listen))
+                running.another_ffn(listen)
                 running.ffns[-1].address(time.time() + 60)
                 back.append(time.time())
                 return killed
@@ -95,7 +95,7 @@ def loss_full_size(args, lines):
 
         def kill():
             kill_when_decoding(running, running.ffns[0])
-            running.ffns.append(Process("loss-ffn-again", ffn, args.out, gpus=args.ffn_gpu, listen=listen))
+            running.another_ffn(listen)
 
         found = together([kill, *calls])[1:]
         answered = sum(isinstance(text, str) and len(text.split()) == tokens for text in found)
@@ -163,7 +163,7 @@ def drain(args, lines):
             since = time.time()
             running.ffns[0].process.send_signal(signal.SIGTERM)
             told = ended(running.ffns[0], since)
-            running.ffns.append(Process("drain-ffn-again", full_size_ffn(args), args.out, gpus=args.ffn_gpu, listen=listen))
+            running.another_ffn(listen)
             return told
 
         told, *found = together([tell, *(lambda p=p: complete(running.address, MODEL, p, tokens) for p in prompts)])

@@ -25,28 +25,31 @@ import sys
 import time
 
 from gpu_loss import drain, loss
-from gpu_rig import MODEL, Pair, dummy_weights, expected_of, ffn_command, full_size_ffn, tiny_attention, tiny_ffn, together
+from gpu_rig import MODEL, SHARED_ON_ATTENTION, Pair, dummy_weights, expected_of, ffn_command, full_size_ffn, tiny_attention, tiny_ffn, together
 from gpu_serve import FAMILIES, HEAD, bench, complete, full_size, get, judge, measure, metrics, model_folder, post
 from gpu_timeline import steps_of_prompts, told
 
-# label, link, more options of the attention rank
+# label, link, more options of the attention rank, more options of both roles
 LAYOUTS = {
-    "ipc": ("1A1F cuda-ipc", "cuda-ipc", []),
-    "ipc1": ("1A1F ipc, 1 stage", "cuda-ipc", ["--stages", "1"]),
-    "ipc2": ("1A1F ipc, 2 stages", "cuda-ipc", ["--stages", "2"]),
-    "eager": ("1A1F ipc, eager", "cuda-ipc", ["--stages", "1", "--graph-mode", "none"]),
-    "nccl": ("1A1F nccl", "nccl", []),
+    "ipc": ("1A1F cuda-ipc", "cuda-ipc", [], []),
+    "shared": ("1A1F ipc, shared on A", "cuda-ipc", [], SHARED_ON_ATTENTION),
+    "ipc1": ("1A1F ipc, 1 stage", "cuda-ipc", ["--stages", "1"], []),
+    "ipc2": ("1A1F ipc, 2 stages", "cuda-ipc", ["--stages", "2"], []),
+    "eager": ("1A1F ipc, eager", "cuda-ipc", ["--stages", "1", "--graph-mode", "none"], []),
+    "nccl": ("1A1F nccl", "nccl", [], []),
     # Rows by way of the hosts: without graphs.
-    "shm": ("1A1F shm", "shm", []),
+    "shm": ("1A1F shm", "shm", [], []),
     # With NCCL's guard for graphs beside other work, which the services do not need.
-    "nccl1": ("1A1F nccl, guarded", "nccl", ["--stages", "1"]),
+    "nccl1": ("1A1F nccl, guarded", "nccl", ["--stages", "1"], []),
 }
-def token_for_token(args, lines, name, link, ffns, label):
-    """A tiny checkpoint's recorded completions, one by one and all at once."""
+
+
+def token_for_token(args, lines, name, link, ffns, label, both=()):
+    """A tiny checkpoint's recorded completions, one by one and all at once; `both` roles have more options."""
     expected = expected_of(args, name)
     same, pair, trouble = 0, None, ""
     try:
-        pair = Pair(args, f"{name} {label}", ffns, tiny_attention(args, name), link)
+        pair = Pair(args, f"{name} {label}", ffns, tiny_attention(args, name), link, both=both)
         calls = [lambda p=p: complete(pair.address, name, p, len(p["generated_ids"])) for p in expected]
         found = [call() for call in calls] + together(calls)
         same = sum(text == p["generated_text"] for text, p in zip(found, expected * 2))
@@ -71,8 +74,15 @@ def can(args, link, lines):
 def fixtures(args, lines):
     links = [("cuda-ipc", name) for name in args.families] + [(link, "tiny-deepseek-v2") for link in ("nccl", "shm", "tcp")]
     links = [(link, name) for link, name in links if can(args, link, lines)]
-    equal = [token_for_token(args, lines, name, link, [(tiny_ffn(args, name), args.ffn_gpu)], link) for link, name in links]
+    runs = [(link, name, link, []) for link, name in links]
+    runs += [(link, name, f"{link}, shared on A", SHARED_ON_ATTENTION) for link, name in links if has_shared(args, name)]
+    ffn = lambda name: [(tiny_ffn(args, name), args.ffn_gpu)]
+    equal = [token_for_token(args, lines, name, link, ffn(name), label, both) for link, name, label, both in runs]
     return all(equal)
+
+
+def has_shared(args, name):
+    return bool(json.loads((args.fixtures / "tiny" / name / "config.json").read_text()).get("n_shared_experts"))
 
 
 def shards(args, lines):
@@ -87,16 +97,20 @@ def shards(args, lines):
             continue
         ffns = [(tiny_ffn(args, name, "--shard", f"{i}/2", "--rank", str(i)), gpu) for i, gpu in enumerate(gpus)]
         good &= token_for_token(args, lines, name, link, ffns, f"{link}, 2 shards, {where}")
+    for link in ("cuda-ipc", "shm"):
+        ffns = [(tiny_ffn(args, "tiny-deepseek-v2", "--shard", f"{i}/2", "--rank", str(i)), args.ffn_gpu) for i in range(2)]
+        label = f"{link}, 2 shards, shared on A"
+        good &= token_for_token(args, lines, "tiny-deepseek-v2", link, ffns, label, SHARED_ON_ATTENTION)
     # Qwen with one layer: where the last chosen expert and the next are nearly equal, a rounding changes the choice, and
     # with random weights and no shared experts two layers of that make gaps beyond 1.0 now and then (dense ones: 0.03).
-    for name, layers in ((MODEL, 2), ("qwen3-30b-a3b", 1)):
+    for name, layers, both in ((MODEL, 2, []), (MODEL, 2, SHARED_ON_ATTENTION), ("qwen3-30b-a3b", 1, [])):
         model, running = model_folder(args, name, layers), None
         dummy = dummy_weights(args)
         ffns = [(ffn_command(args, model, *dummy, "--shard", f"{i}/2", "--rank", str(i)), args.ffn_gpu) for i in range(2)]
         try:
             attention = full_size(args, name, "--stages", "1", "--max-capture-size", "8", layers=layers)
-            running = Pair(args, f"{name} 2 shards", ffns, attention, "cuda-ipc")
-            good &= judge(running.address, name, lines, f"  {name} x {layers}, bfloat16, 2 shards")
+            running = Pair(args, f"{name} 2 shards", ffns, attention, "cuda-ipc", both=both)
+            good &= judge(running.address, name, lines, f"  {name} x {layers}, bfloat16, 2 shards {' '.join(both)}")
             told = {k: v for k, v in metrics(running.address).items() if "graph" in k and float(v)}
             lines.append(f"    {told}")
         except Exception as error:  # noqa: BLE001
@@ -113,13 +127,13 @@ def pair(args, lines):
     where = "both on one GPU" if args.one_gpu else "a GPU each"
     lines.append(f"{MODEL}, attention and FFN, {where}, {args.input_len} in, {args.output_len} out; ms")
     lines.append(HEAD)
-    for label, link, more in args.layouts:
+    for label, link, more, both in args.layouts:
         if not can(args, link, lines):
             continue
         running = None
         try:
             ffn = full_size_ffn(args)
-            running = Pair(args, label, [(ffn, args.ffn_gpu)], full_size(args, MODEL, *more), link)
+            running = Pair(args, label, [(ffn, args.ffn_gpu)], full_size(args, MODEL, *more), link, both=both)
             lines.append(f"  ready after {running.started_s:.1f} s")
             judge(running.address, MODEL, lines, f"  {label} (random weights are chaotic over 27 layers; not counted)")
             measure(args, running.address, MODEL, lines, label, 1, gpus=1 if args.one_gpu else 2)
@@ -306,6 +320,7 @@ def main():
     parser.add_argument("--batched-tokens", type=int, default=2 * 8192 + 128, help="most tokens of a step")
     parser.add_argument("--families", type=lambda text: text.split(","), default=FAMILIES, help="of the section fixtures")
     parser.add_argument("--attention", type=shlex.split, default=[], help="more options of the attention rank")
+    parser.add_argument("--both", type=shlex.split, default=[], help="more options of both roles, as --shared-experts attention")
     parser.add_argument("--ffn-gpu", default="1", help="where the FFN is; 0: beside attention, which is slow")
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     args = parser.parse_args()

@@ -8,6 +8,8 @@ from gpu_serve import Process, model_folder
 
 MODEL = "deepseek-v2-lite"
 
+SHARED_ON_ATTENTION = ["--shared-experts", "attention"]
+
 # By layout: more of the processes' environment.
 EXTRA = {"1A1F nccl, guarded": {"NCCL_GRAPH_MIXING_SUPPORT": "1"}}
 
@@ -26,12 +28,16 @@ def full_size_ffn(args):
 
 class Pair:
     """Attention and its FFN ranks, started together and ready. `ffns` are commands with the GPU that each runs on; `listen` is
-    where a lone one does."""
+    where a lone one does; `both` roles have more options."""
 
-    def __init__(self, args, label, ffns, attention, link, listen=None):
+    def __init__(self, args, label, ffns, attention, link, listen=None, both=()):
         self.extra = EXTRA.get(label, {})
         self.args, self.begun, self.attention, self.ffns = args, time.time(), None, []
         self.name = label.replace(" ", "-").replace(",", "")
+        both = [*both, *args.both]
+        ffns = [([*command, *both], gpu) for command, gpu in ffns]
+        self.first_ffn = ffns[0]
+        attention = [*attention, *both]
         self.command, self.lives = attention, 0
         try:
             addresses = [listen or free_address() for _ in ffns]
@@ -43,6 +49,11 @@ class Pair:
             self.stop()
             raise
         self.started_s = time.time() - self.begun
+
+    def another_ffn(self, listen):
+        """In the first one's place, after it has gone."""
+        command, gpu = self.first_ffn
+        self.ffns.append(Process(f"{self.name}-ffn-again", command, self.args.out, gpus=gpu, extra=self.extra, listen=listen))
 
     def start_attention(self):
         """Again, after it has gone."""

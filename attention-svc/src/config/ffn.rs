@@ -80,15 +80,11 @@ fn sides(args: &ServeArgs, target: &FfnTarget) -> Result<Sides, OptionError> {
         gate: args.gate.unwrap_or_default(),
         shared_experts: args.shared_experts.unwrap_or_default(),
     };
-    let why = match (target, args.device.unwrap_or_default()) {
-        _ if !sides.shared_on_attention() => return Ok(sides),
-        (FfnTarget::Local, _) => {
-            "is attention, and --ffn is local: both sides are this process, where they take turns"
-        }
-        (_, DeviceChoice::Cuda(_)) => Sides::NOT_ON_GPU,
-        (FfnTarget::Remote(_), DeviceChoice::Cpu) => return Ok(sides),
-    };
-    refuse("--shared-experts", why)
+    if sides.shared_on_attention() && *target == FfnTarget::Local {
+        let why = "is attention, and --ffn is local: both sides are this process, where they take turns";
+        return refuse("--shared-experts", why);
+    }
+    Ok(sides)
 }
 
 fn ffn_tls(args: &ServeArgs) -> Result<Option<ClientTls>, OptionError> {

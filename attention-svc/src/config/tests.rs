@@ -66,8 +66,8 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--shared-experts", "nobody"], &["--shared-experts", "nobody"]),
         (&["--shared-experts", "attention"], &["--shared-experts is attention", "--ffn is local"]),
         (
-            &["--ffn", "a:1", "--shared-experts", "attention", "--device", "cuda:0"],
-            &["--shared-experts is attention", "--device cpu"],
+            &["--shared-experts", "attention", "--device", "cuda:0"],
+            &["--shared-experts is attention", "--ffn is local"],
         ),
         (&["--dtype", "float8"], &["--dtype", "float8"]),
         (&["--kv-cache-memory", "lots"], &["--kv-cache-memory", "lots", "1.5GiB"]),

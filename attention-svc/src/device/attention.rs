@@ -8,13 +8,15 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use afd_common::ids::LayerIdx;
 use afd_gpu::ops::{
     Ahead, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows,
     ProductKernels, RowPlaces, Rows, Sample,
 };
-use afd_gpu::{Device, GpuError, Region, Staging, Stream};
+use afd_gpu::{Device, GpuError, Region, Stream};
 
 use super::inputs::Inputs;
+use super::outcome::Outcome;
 use super::products::{Operands, Products, of_values, widths};
 use super::stream_ffn::Summand;
 use crate::engine::{DecodeStage, DeviceChoice};
@@ -48,14 +50,10 @@ pub(super) struct StageRows {
     attended: Region,
     /// `[max_rows, vocab]`
     logits: Region,
-    /// `[max_rows]` i32
-    tokens: Region,
-    /// `[max_rows, 2]` f64
-    intervals: Region,
-    /// Both, one behind the other.
-    outcome: Region,
-    /// Of a step, and of the one behind it.
-    outcomes_here: [Staging; 2],
+    /// What was chosen of them.
+    outcome: Outcome,
+    /// `[max_rows, hidden]` f32, of shared experts that attention has.
+    shared: Option<Region>,
     products: BTreeMap<usize, Products>,
     addresses: Option<(Vec<u64>, Region)>,
 }
@@ -73,17 +71,13 @@ impl Kernels {
     }
 }
 
-/// Where intervals begin behind the tokens, bytes.
-fn intervals_at(max_rows: usize) -> usize {
-    (max_rows * 4).next_multiple_of(256)
-}
-
 impl StageRows {
     /// Buffers and kernels for up to `max_rows` rows.
     ///
     /// # Errors
     /// [`GpuError::Unsupported`] when the kernels are not made for the model.
-    pub(super) fn new(device: &Device, shape: &KernelShape, max_rows: usize) -> Result<Self, GpuError> {
+    pub(super) fn new(device: &Device, model: &KernelModel, max_rows: usize) -> Result<Self, GpuError> {
+        let (shape, has_shared) = (&model.shape, model.shared.is_some());
         let max_blocks = shape.max_model_len.div_ceil(shape.block_size).next_multiple_of(4);
         let (projected, attended) = widths(shape);
         let rows = |columns: usize| Region::zeroed(device, max_rows * columns * 2);
@@ -102,8 +96,6 @@ impl StageRows {
                 (Attend::Gqa(Box::new(gqa)), rows(0)?, rows(0)?)
             }
         };
-        let intervals_at = intervals_at(max_rows);
-        let outcome = Region::zeroed(device, intervals_at + max_rows * 16)?;
         Ok(Self {
             inputs: Inputs::new(device, max_rows, max_blocks)?,
             attend,
@@ -115,10 +107,8 @@ impl StageRows {
             latents,
             attended: rows(attended)?,
             logits: rows(shape.vocab)?,
-            tokens: outcome.part(0..max_rows * 4)?,
-            intervals: outcome.part(intervals_at..outcome.len())?,
-            outcomes_here: [Staging::new(device, outcome.len())?, Staging::new(device, outcome.len())?],
-            outcome,
+            outcome: Outcome::new(device, max_rows)?,
+            shared: has_shared.then(|| Region::zeroed(device, max_rows * shape.hidden * 4)).transpose()?,
             products: BTreeMap::new(),
             addresses: None,
         })
@@ -252,11 +242,30 @@ impl StageRows {
         }
         products.out.enqueue(stream, &self.attended, &layer.out, &self.delta)?;
         let norm = self.norm(shape, &layer.post_norm, padded);
-        kernels.rows.rms_norm(stream, Some(&self.delta), &NormRows { out: to.unwrap_or(&self.x), ..norm })?;
+        // Shared experts read them here.
+        let also = to.filter(|_| model.has_shared(index)).map(|_| &self.x);
+        let norm = NormRows { out: to.unwrap_or(&self.x), also, ..norm };
+        kernels.rows.rms_norm(stream, Some(&self.delta), &norm)?;
         Ok(&self.x)
     }
 
-    /// Enqueues: what the FFN of layer `index` returned is added, and normed for the next layer or for the head.
+    /// Enqueues the shared experts of layer `index`, if attention has them, for the rows that went to the FFN.
+    pub(super) fn share(
+        &self,
+        stream: &Stream,
+        model: &mut KernelModel,
+        index: usize,
+        padded: usize,
+    ) -> Result<(), GpuError> {
+        if !model.has_shared(index) {
+            return Ok(());
+        }
+        let (Some(kernels), Some(out)) = (&mut model.shared, &self.shared) else { return Ok(()) };
+        let rows = (&self.x, &self.inputs.num_rows);
+        kernels.enqueue(stream, LayerIdx(index as u16), padded, rows, out)
+    }
+
+    /// Enqueues: what the FFN of layer `index` returned, and its shared experts if they are here, is added, and normed for the next layer or for the head.
     pub(super) fn land(
         &mut self,
         kernels: &Kernels,
@@ -267,14 +276,16 @@ impl StageRows {
         summand: &Summand,
     ) -> Result<(), GpuError> {
         let next = model.layers.get(index + 1).map_or(&model.final_norm, |layer| &layer.input_norm);
-        match summand {
-            Summand::Whole(delta) => {
-                kernels.rows.rms_norm(stream, Some(delta), &self.norm(&model.shape, next, padded))
-            }
-            Summand::Parts(parts) => {
-                let addresses = self.addresses_of(stream, parts)?;
-                kernels.rows.rms_norm_parts(stream, &addresses, parts, &self.norm(&model.shape, next, padded))
-            }
+        let addresses = match summand {
+            Summand::Whole(_) => None,
+            Summand::Parts(parts) => Some((self.addresses_of(stream, parts)?, parts)),
+        };
+        let more = self.shared.as_ref().filter(|_| model.has_shared(index));
+        let norm = NormRows { more, ..self.norm(&model.shape, next, padded) };
+        match (summand, addresses) {
+            (Summand::Whole(delta), _) => kernels.rows.rms_norm(stream, Some(delta), &norm),
+            (_, Some((addresses, parts))) => kernels.rows.rms_norm_parts(stream, &addresses, parts, &norm),
+            _ => Ok(()),
         }
     }
 
@@ -301,8 +312,9 @@ impl StageRows {
     ) -> Result<(), GpuError> {
         self.products(padded)?.head.enqueue(stream, &self.x, &model.head, &self.logits)?;
         let vocab = model.shape.vocab;
-        kernels.rows.argmax(stream, &self.logits, &self.tokens, padded, vocab)?;
-        let chosen = (&self.tokens, &self.intervals);
+        let Outcome { tokens, intervals, .. } = &self.outcome;
+        kernels.rows.argmax(stream, &self.logits, tokens, padded, vocab)?;
+        let chosen = (tokens, intervals);
         kernels.sample.enqueue(stream, &self.logits, &self.inputs.rules, chosen, padded, vocab)
     }
 
@@ -315,7 +327,7 @@ impl StageRows {
         padded: usize,
         is_behind: bool,
     ) -> Result<(), GpuError> {
-        let tokens = is_behind.then_some(&self.tokens);
+        let tokens = is_behind.then_some(&self.outcome.tokens);
         self.inputs.upload(&kernels.rows, stream, stage, padded, tokens)
     }
 
@@ -337,8 +349,7 @@ impl StageRows {
         padded: usize,
         turn: usize,
     ) -> Result<(), GpuError> {
-        let bytes = self.outcome.len() - self.intervals.len() + padded * 16;
-        kernels.rows.carry_out(stream, &self.outcome, &mut self.outcomes_here[turn % 2], bytes)
+        self.outcome.fetch(&kernels.rows, stream, padded, turn)
     }
 
     /// The tokens of `padded` rows that were [fetched](Self::fetch), once they are here.
@@ -348,19 +359,7 @@ impl StageRows {
         turn: usize,
         deadline: Duration,
     ) -> Result<Vec<DeviceChoice>, GpuError> {
-        let at = self.outcome.len() - self.intervals.len();
-        let here = &mut self.outcomes_here[turn % 2];
-        here.wait(deadline)?;
-        let tokens = here.elements::<i32>(0..padded * 4)?;
-        let mut chosen: Vec<_> = tokens
-            .iter()
-            .map(|&token| DeviceChoice { token: u32::try_from(token).ok(), below: 0.0, upto: 0.0 })
-            .collect();
-        let intervals = here.elements::<u64>(at..at + padded * 16)?;
-        for (choice, [below, upto]) in chosen.iter_mut().zip(intervals.as_chunks().0) {
-            (choice.below, choice.upto) = (f64::from_bits(*below), f64::from_bits(*upto));
-        }
-        Ok(chosen)
+        self.outcome.chosen(padded, turn, deadline)
     }
 
     fn products(&self, padded: usize) -> Result<&Products, GpuError> {
@@ -370,7 +369,8 @@ impl StageRows {
     fn norm<'a>(&'a self, shape: &KernelShape, weight: &'a Region, rows: usize) -> NormRows<'a> {
         let KernelShape { hidden, epsilon, .. } = *shape;
         let ahead = Ahead::default();
-        NormRows { residual: &self.residual, weight, out: &self.x, rows, hidden, epsilon, ahead }
+        let (also, more) = (None, None);
+        NormRows { residual: &self.residual, weight, out: &self.x, also, more, rows, hidden, epsilon, ahead }
     }
 
     fn max_blocks(&self, shape: &KernelShape) -> usize {

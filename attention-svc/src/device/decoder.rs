@@ -12,6 +12,10 @@
 //! first request, each after a run that makes its operations warm: the first launch of anything may wait for what runs, and
 //! what runs may be waiting for us. A step that no graph is for runs eagerly and is counted with the reason.
 //!
+//! # Shared experts
+//! Where attention has them, they are computed right before a stage's answer is waited for: while the FFN works, and when no other
+//! stage's rows are left to send.
+//!
 //! # A step behind another
 //! A step may be enqueued while another runs, so that the device goes from one to the next by itself: the tokens of the one are
 //! there the ids of the other, everything else the host knows ahead. See `steps`.
@@ -109,10 +113,13 @@ impl Decoder {
     ///
     /// # Errors
     /// [`GpuError::Unsupported`] when the kernels are not made for the model.
-    pub fn new(device: &Device, model: KernelModel, settings: GraphSettings) -> Result<Self, GpuError> {
+    pub fn new(device: &Device, mut model: KernelModel, settings: GraphSettings) -> Result<Self, GpuError> {
         let (max_rows, hidden) = (settings.sizes.largest(), model.shape.hidden);
+        if let Some(shared) = &mut model.shared {
+            settings.sizes.as_slice().iter().try_for_each(|&size| shared.prepare(size))?;
+        }
         let stage = |_| {
-            let rows = StageRows::new(device, &model.shape, max_rows)?;
+            let rows = StageRows::new(device, &model, max_rows)?;
             let shape = [max_rows as i64, hidden as i64];
             let residual = afd_ffi::cuda::view(device, &rows.residual, &shape, Kind::BFloat16)
                 .map_err(|error| GpuError::Unsupported { what: error.to_string() })?;
@@ -224,6 +231,7 @@ impl Decoder {
         for layer in 0..model.layers.len() {
             for (index, (stage, &padded)) in stages.iter_mut().zip(key).enumerate() {
                 if layer > 0 {
+                    stage.rows.share(stream, model, layer - 1, padded)?;
                     let summand = ffn.combine(stream, hop(layer - 1, index, padded))?;
                     stage.rows.land(kernels, stream, model, layer - 1, padded, &summand)?;
                 }
@@ -237,6 +245,7 @@ impl Decoder {
         }
         let Some(last) = model.layers.len().checked_sub(1) else { return Ok(()) };
         for (index, (stage, &padded)) in stages.iter_mut().zip(key).enumerate() {
+            stage.rows.share(stream, model, last, padded)?;
             let summand = ffn.combine(stream, hop(last, index, padded))?;
             stage.rows.land(kernels, stream, model, last, padded, &summand)?;
             stage.rows.choose(kernels, stream, model, padded)?;

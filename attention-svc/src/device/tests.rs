@@ -1,7 +1,7 @@
 //! Decode steps by our kernels against the same steps by libtorch, on one GPU; skipped, saying so, without one.
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::model::ModelConfig;
-use afd_common::identity::GatePlacement;
+use afd_common::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use afd_common::ids::{LayerIdx, Shard, StepId};
 use afd_common::weights::Weights;
 use afd_gpu::Region;
@@ -53,29 +53,35 @@ fn rows(i: usize, from: usize, upto: usize, batch: &mut StageBatch) {
     batch.sequences.push(SequenceRows { start, len: upto - from, context_len: upto, block_table });
 }
 
-/// All layers with an FFN that gives back what it gets.
+/// All layers with an FFN that gives back what it gets, and the shared experts that the model has.
 fn eager(model: &AttentionModel, cache: &mut KvCache, batch: &StageBatch) -> Tensor {
     let prepared = model.prepare(batch).unwrap();
     let mut x = model.embed(&batch.input_ids).unwrap();
     for layer in 0..model.config().layers.len() as u16 {
         let attended = model.attend(LayerIdx(layer), x, &prepared, cache).unwrap();
-        x = attended.residual.f_add(&attended.ffn_in).unwrap();
+        let sum = match model.shared_experts(LayerIdx(layer), &attended.ffn_in).unwrap() {
+            Some(shared) => (shared + &attended.ffn_in).to_kind(attended.ffn_in.kind()),
+            None => attended.ffn_in,
+        };
+        x = attended.residual.f_add(&sum).unwrap();
     }
     x
 }
 
-fn agree(config: &str) {
+fn agree(config: &str, sides: Sides) {
     let Some(gpu) = gpu() else { return };
     let _guard = gpu.enter().unwrap();
     let config = ModelConfig::from_json(&serde_json::from_str(config).unwrap(), None).unwrap();
     let device = tch::Device::Cuda(0);
     let weights = Weights::dummy(&config, Kind::BFloat16, 3).on(device).unwrap();
-    let model = AttentionModel::load(&config, &weights, 256).unwrap();
+    let mut model = AttentionModel::load(&config, &weights, 256).unwrap();
+    model.take_on(sides, &weights).unwrap();
     let lens = [5, 31, 32, 33, 64, 130, 200];
     let blocks = lens.len() * BLOCKS_EACH;
     let new_cache = || KvCache::new_on(&config, blocks, BLOCK_SIZE, Kind::BFloat16, device).unwrap();
     let (mut by_torch, mut by_kernels) = (new_cache(), new_cache());
     let kernels = KernelModel::new(gpu.device(), &model, &by_kernels).unwrap();
+    assert_eq!(kernels.has_shared(1), sides.shared_on_attention());
     gpu.device().synchronize().unwrap();
     let sizes = CaptureSizes::new(&[1, 8]).unwrap();
     let settings = GraphSettings { sizes, capture: true, max_stages: 1 };
@@ -205,10 +211,17 @@ fn gpu() -> Option<Gpu> {
 
 #[test]
 fn latent_attention_decodes_as_libtorch_does() {
-    agree(MLA);
+    agree(MLA, Sides::default());
+}
+
+#[test]
+fn shared_experts_on_attention_decode_as_libtorch_does() {
+    let mixture = MLA.replace("\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 1");
+    let shared_experts = SharedExpertPlacement::Attention;
+    agree(&mixture, Sides { shared_experts, ..Sides::default() });
 }
 
 #[test]
 fn grouped_query_attention_decodes_as_libtorch_does() {
-    agree(GQA);
+    agree(GQA, Sides::default());
 }

@@ -106,7 +106,7 @@ macro_rules! at_on_device {
     )*};
 }
 
-at_on_device!(afd_gpu::GpuError, afd_ffi::FfiError, afd_ffi::cuda::CudaError);
+at_on_device!(afd_gpu::GpuError, afd_ffi::FfiError, afd_ffi::cuda::CudaError, ffn_svc::model::FfnModelError);
 
 /// Why rows cannot be computed.
 #[derive(Debug)]

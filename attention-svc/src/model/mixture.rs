@@ -4,14 +4,18 @@
 use std::sync::Arc;
 
 use afd_common::config::model::{FfnConfig, ModelConfig, MoeConfig, Selection};
-use afd_common::identity::{GatePlacement, Sides};
+use afd_common::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::{FewRows, FfnNames, GatedMlp, MlpError, Router, Selected, Selector};
 use afd_common::weights::Weights;
-use tch::{Kind, Tensor};
+use ffn_svc::device::SharedExperts;
+use ffn_svc::model::FfnModelError;
+use tch::{Device, Kind, Tensor};
 
 use super::error::At;
 use super::{AttentionModel, ModelError};
+
+const WHAT: &str = "shared experts";
 
 /// What attention has of one layer's mixture; nothing where options say nothing, or the layer is dense.
 #[derive(Default)]
@@ -62,6 +66,19 @@ impl AttentionModel {
     pub fn take_on(&mut self, sides: impl Into<Sides>, weights: &Weights) -> Result<(), ModelError> {
         let _no_grad = tch::no_grad_guard();
         let sides = sides.into();
+        let for_kernels = sides.shared_on_attention()
+            && weights.device() != Device::Cpu
+            && SharedExperts::check(&self.config, self.kind()).is_ok();
+        if for_kernels {
+            let shared = SharedExperts::load(&self.config, weights);
+            self.shared_experts = Some(shared.map_err(|error| match error {
+                FfnModelError::Weights(error) => ModelError::Weights(error),
+                error => ModelError::Device { place: WHAT.into(), what: error.to_string() },
+            })?);
+        }
+        // By operations where there are no kernels for them.
+        let shared_experts = if for_kernels { SharedExpertPlacement::Ffn } else { sides.shared_experts };
+        let sides = Sides { shared_experts, ..sides };
         for (i, (layer, ffn)) in self.layers.iter_mut().zip(&self.config.layers).enumerate() {
             if let FfnConfig::Moe(moe) = ffn {
                 layer.mixture = Mixture::load(&self.config, weights, i, moe, sides)?;
@@ -122,7 +139,10 @@ impl AttentionModel {
     /// # Errors
     /// [`ModelError`] when the shape does not fit.
     pub fn shared_experts(&self, layer: LayerIdx, ffn_in: &Tensor) -> Result<Option<Tensor>, ModelError> {
-        const WHAT: &str = "shared experts";
+        if let Some(shared) = &self.shared_experts {
+            let _no_grad = tch::no_grad_guard();
+            return shared.forward(layer, ffn_in).at(layer, WHAT);
+        }
         let mlp = self.mixture(layer).and_then(|mixture| mixture.shared_experts.as_ref());
         let (Some(mlp), Some(few_rows)) = (mlp, &self.few_rows) else { return Ok(None) };
         let _no_grad = tch::no_grad_guard();

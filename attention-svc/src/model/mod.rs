@@ -14,6 +14,7 @@ use afd_common::weights::Weights;
 use afd_ffi::Crew;
 use afd_ffi::cpu_rows::Pairing;
 use afd_gpu::Stream;
+use ffn_svc::device::SharedExperts;
 use tch::{Device, Kind, Tensor};
 
 mod batch;
@@ -69,6 +70,8 @@ pub struct AttentionModel {
     crew: Arc<Crew>,
     /// The short cut for few rows of shared experts, where those are here.
     few_rows: Option<FewRows>,
+    /// Shared experts that are here, on a GPU for whose kernels they are.
+    shared_experts: Option<SharedExperts>,
     /// On a GPU, once it is known on which stream.
     prompts: Option<Prompts>,
 }
@@ -132,6 +135,7 @@ impl AttentionModel {
             head: Projection::new(head, None),
             crew: Arc::new(Crew::new(threads).map_err(ModelError::Threads)?),
             few_rows: None,
+            shared_experts: None,
             prompts: None,
             config: config.clone(),
         })
@@ -256,6 +260,9 @@ impl AttentionModel {
     /// [`NoKernels`] when it does not; nothing changes then.
     pub fn run_on(&mut self, stream: &Arc<Stream>, block_size: usize) -> Result<(), NoKernels> {
         self.prompts = Some(Prompts::new(stream, self, block_size)?);
+        if let Some(shared) = &mut self.shared_experts {
+            shared.run_on(stream)?;
+        }
         Ok(())
     }
 

@@ -7,6 +7,8 @@ use afd_ffi::cpu_rows::Pairing;
 use afd_ffi::cuda::region;
 use afd_gpu::ops::Ahead;
 use afd_gpu::{Device, GpuError, Region};
+use ffn_svc::device::SharedKernels;
+use ffn_svc::model::FfnModelError;
 use tch::{Kind, TchError, Tensor};
 
 use super::kv::LayerCache;
@@ -28,6 +30,8 @@ pub struct KernelModel {
     pub cos_sin: Region,
     /// Sizes.
     pub shape: KernelShape,
+    /// Shared experts that are attention's.
+    pub shared: Option<SharedKernels>,
 }
 
 /// Sizes that all layers share.
@@ -143,6 +147,9 @@ pub enum NoKernels {
     /// The device refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// Shared experts cannot be had.
+    #[error("shared experts: {0}")]
+    SharedExperts(#[from] FfnModelError),
 }
 
 impl KernelModel {
@@ -160,7 +167,7 @@ impl KernelModel {
             return unsupported("the gate on attention");
         }
         if model.layers.iter().any(|layer| layer.mixture.shared_experts.is_some()) {
-            return unsupported("shared experts on attention");
+            return unsupported("shared experts of these sizes on attention");
         }
         if (0..model.layers.len()).any(|i| model.routes_by_token(LayerIdx(i as u16))) {
             return unsupported("routing by token id");
@@ -234,7 +241,13 @@ impl KernelModel {
             layers: layers.collect::<Result<_, NoKernels>>()?,
             cos_sin: Region::from_slice(device, &cos_sin(model)?)?,
             shape,
+            shared: model.shared_experts.as_ref().map(|shared| shared.kernels(device)).transpose()?,
         })
+    }
+
+    /// Whether attention has shared experts of layer `index`.
+    pub fn has_shared(&self, index: usize) -> bool {
+        self.shared.as_ref().is_some_and(|shared| shared.has(LayerIdx(index as u16)))
     }
 }
 

@@ -35,9 +35,28 @@ DEVICE uint4 normed(const uint4& r, const uint4& w, int hidden, float epsilon, f
     return o;
 }
 
-// residual += delta (if any), rounded to bf16 as it is stored; out = norm of that * weight.
-// grid rows and blocks that fetch ahead, hidden / 8 threads
-KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16* out, int hidden, float epsilon, int rows, AHEAD) {
+// Eight of a row's elements of what is added beside the sums, f32; zeros if there is none.
+DEVICE void take_more(float (&sum)[8], const float* more, size_t at) {
+    if (!more) return;
+    const float4 a = ((const float4*)more)[at * 2], b = ((const float4*)more)[at * 2 + 1];
+    sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+    sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+}
+
+// r += sum, which is rounded before it is added, as everywhere.
+DEVICE void add_rounded(uint4& r, const float (&sum)[8]) {
+    u32* pairs = (u32*)&r;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 whole = bf16_pair(sum[2 * i], sum[2 * i + 1]);
+        pairs[i] = bf16_pair(f32_low(pairs[i]) + f32_low(whole), f32_high(pairs[i]) + f32_high(whole));
+    }
+}
+
+// residual += delta (if any) and `more` f32 (if any, with delta), rounded to bf16 as it is stored; out, and `also` if there is
+// one, = norm of that * weight. grid rows and blocks that fetch ahead, hidden / 8 threads
+KERNEL void rms_norm(const bf16* delta, const float* more, bf16* residual, const bf16* weight, bf16* out, bf16* also, int hidden,
+                     float epsilon, int rows, AHEAD) {
     __shared__ float scratch[33];
     let_next_start();
     if ((int)blockIdx.x >= rows) return FETCH_AHEAD(blockIdx.x - rows, gridDim.x - rows);
@@ -46,20 +65,24 @@ KERNEL void rms_norm(const bf16* delta, bf16* residual, const bf16* weight, bf16
     const size_t at = (size_t)blockIdx.x * (hidden / 8) + threadIdx.x;
     uint4 r = ((const uint4*)residual)[at];
     if (delta) {
-        u32* pairs = (u32*)&r;
         const uint4 d = ((const uint4*)delta)[at];
-        const u32* more = (const u32*)&d;
+        const u32* pairs = (const u32*)&d;
+        float sum[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            pairs[i] = bf16_pair(f32_low(pairs[i]) + f32_low(more[i]), f32_high(pairs[i]) + f32_high(more[i]));
+        for (int i = 0; i < 4; ++i) sum[2 * i] = f32_low(pairs[i]), sum[2 * i + 1] = f32_high(pairs[i]);
+        take_more(sum, more, at);
+        add_rounded(r, sum);
         ((uint4*)residual)[at] = r;
     }
-    ((uint4*)out)[at] = normed(r, w, hidden, epsilon, scratch);
+    const uint4 o = normed(r, w, hidden, epsilon, scratch);
+    ((uint4*)out)[at] = o;
+    if (also) ((uint4*)also)[at] = o;
 }
 
-// residual += sum of `count` partial sums, f32, each [.., hidden] at its address in `parts`, added in that order; out as
-// above. grid rows, hidden / 8 threads
-KERNEL void rms_norm_parts(const u64* parts, int count, bf16* residual, const bf16* weight, bf16* out, int hidden, float epsilon) {
+// residual += sum of `count` partial sums, f32, each [.., hidden] at its address in `parts`, added in that order, then `more`;
+// out as above. grid rows, hidden / 8 threads
+KERNEL void rms_norm_parts(const u64* parts, int count, const float* more, bf16* residual, const bf16* weight, bf16* out, int hidden,
+                           float epsilon) {
     __shared__ float scratch[33];
     let_next_start();
     const uint4 w = __ldg((const uint4*)weight + threadIdx.x);
@@ -72,13 +95,9 @@ KERNEL void rms_norm_parts(const u64* parts, int count, bf16* residual, const bf
         sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
         sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
     }
+    take_more(sum, more, at);
     uint4 r = ((const uint4*)residual)[at];
-    u32* pairs = (u32*)&r;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) { // the sum is rounded before it is added, as everywhere
-        const u32 whole = bf16_pair(sum[2 * i], sum[2 * i + 1]);
-        pairs[i] = bf16_pair(f32_low(pairs[i]) + f32_low(whole), f32_high(pairs[i]) + f32_high(whole));
-    }
+    add_rounded(r, sum);
     ((uint4*)residual)[at] = r;
     ((uint4*)out)[at] = normed(r, w, hidden, epsilon, scratch);
 }

@@ -115,7 +115,7 @@ impl ServeOptions {
             key: given.tls_key.clone(),
             client_ca: given.tls_client_ca.clone(),
         };
-        let sides = sides(&given)?;
+        let sides = sides(&given);
         let announce = AnnounceConfig::new(&given, listen, &files)?;
         let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let log = LogConfig::default();
@@ -170,15 +170,8 @@ impl AnnounceConfig {
     }
 }
 
-fn sides(given: &ServeOptions) -> Result<Sides, OptionError> {
-    let sides = Sides {
-        gate: given.gate.unwrap_or_default(),
-        shared_experts: given.shared_experts.unwrap_or_default(),
-    };
-    match given.device.unwrap_or_default() {
-        DeviceChoice::Cuda(_) if sides.shared_on_attention() => refuse("--shared-experts", Sides::NOT_ON_GPU),
-        _ => Ok(sides),
-    }
+fn sides(given: &ServeOptions) -> Sides {
+    Sides { gate: given.gate.unwrap_or_default(), shared_experts: given.shared_experts.unwrap_or_default() }
 }
 
 fn max_stages(given: Option<u32>) -> Result<u32, OptionError> {

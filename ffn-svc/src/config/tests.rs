@@ -70,8 +70,6 @@ fn what_is_wrong_is_named_in_one_line() {
     assert!(
         message(&["--model", ".", "--join-token-file", "/nowhere"]).contains("--join-token-file /nowhere")
     );
-    let on_gpu = ["--model", ".", "--shared-experts", "attention", "--device", "cuda:0"];
-    assert_eq!(message(&on_gpu), "--shared-experts is attention, which needs --device cpu");
     let empty = file(" \n");
     let path = empty.path().to_str().unwrap();
     assert!(message(&["--model", ".", "--join-token-file", path]).ends_with("nothing is in it"));

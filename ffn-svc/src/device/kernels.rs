@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use afd_common::ids::{LayerIdx, Shard};
+use afd_common::ids::LayerIdx;
 use afd_ffi::cuda;
 use afd_gpu::ops::{Ahead, Moe, MoeOutput, MoeShape, MoeWeights};
 use afd_gpu::{Device, GpuError, Region, Stream};
@@ -48,7 +48,7 @@ impl DeviceFfn {
     /// Most rows of a call.
     pub const MAX_ROWS: usize = Moe::MAX_ROWS;
 
-    pub(super) fn new(device: &Device, stacks: &[Stack], shard: Shard) -> Result<Self, FfnModelError> {
+    pub(super) fn new(device: &Device, stacks: &[Stack], output: MoeOutput) -> Result<Self, FfnModelError> {
         let region = |tensor: &Tensor| cuda::region(device, tensor);
         let most = stacks.iter().map(|stack| stack.shape.num_experts).max().unwrap_or(0);
         let counts = Region::zeroed(device, (stacks.len() * most * COUNT_BYTES).max(COUNT_BYTES))?;
@@ -86,7 +86,6 @@ impl DeviceFfn {
             weights.gate_up.part(0..routed.min(FETCHED_BYTES))
         };
         let meanwhile = layers.iter().map(first).collect::<Result<_, GpuError>>()?;
-        let output = if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 };
         let hidden = stacks.first().map_or(0, |stack| stack.shape.hidden);
         Ok(Self {
             device: device.clone(),

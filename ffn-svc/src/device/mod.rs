@@ -6,7 +6,8 @@
 //! the few rows of a decode step: nothing is allocated and the host waits for nothing, so a graph can hold it.
 //!
 //! On a hop's path this stands where [`crate::model`] does on the CPU. In reading order: `stack` (how a layer is cut and
-//! loaded), `eager` (by libtorch alone), `prompts` (many rows on a GPU), `kernels` (few); then [`DeviceStage`], the engine's
+//! loaded), `eager` (by libtorch alone), `prompts` (many rows on a GPU), `kernels` (few), `shared` (for attention, where it has
+//! the shared experts); then [`DeviceStage`], the engine's
 //! view of it all, with `channels` (links that a stream drives), `graphs` (their steps, captured) and `marks` (their times,
 //! when asked for). Nothing here knows sessions.
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use afd_common::identity::Sides;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::placement::Placement;
 use afd_common::weights::Weights;
+use afd_gpu::ops::MoeOutput;
 use afd_gpu::{Device, GpuError, Region, Stream};
 use tch::Tensor;
 
@@ -25,12 +27,14 @@ mod graphs;
 mod kernels;
 mod marks;
 mod prompts;
+mod shared;
 mod stack;
 mod stage;
 #[cfg(test)]
 mod tests;
 
 pub use kernels::DeviceFfn;
+pub use shared::{SharedExperts, SharedKernels};
 pub use stage::DeviceStage;
 
 use crate::model::{AboutShard, At, FfnModel, FfnModelError, Side};
@@ -102,11 +106,11 @@ impl DeviceModel {
                 let layers = shapes
                     .into_iter()
                     .enumerate()
-                    .map(|(index, shape)| Stack::load(config, weights, index, shape, shard))
+                    .map(|(index, shape)| Stack::load(config, weights, index, shape, (shard, sides)))
                     .collect::<Result<Vec<_>, _>>()?;
                 let specs = layers.iter().map(Stack::spec).collect();
                 let kernels = match device {
-                    Some(device) => Ok(Box::new(DeviceFfn::new(device, &layers, shard)?)),
+                    Some(device) => Ok(Box::new(DeviceFfn::new(device, &layers, output_of(shard))?)),
                     None => Err(Unsupported("the weights are not on a GPU".into())),
                 };
                 let about = AboutShard::new(specs, config.hidden_size, kind, shard);
@@ -135,7 +139,8 @@ impl DeviceModel {
     /// [`GpuError`].
     pub fn run_on(&mut self, stream: &Arc<Stream>) -> Result<(), GpuError> {
         if let Body::Stacked { layers, kernels: Ok(kernels), prompts } = &mut self.body {
-            *prompts = Some(Box::new(Prompts::new(stream, layers, kernels.layers(), self.about.shard())?));
+            let output = output_of(self.about.shard());
+            *prompts = Some(Box::new(Prompts::new(stream, layers, kernels.layers(), output)?));
         }
         Ok(())
     }
@@ -201,4 +206,9 @@ impl DeviceModel {
             Body::Stacked { kernels, .. } => kernels.as_deref().ok(),
         }
     }
+}
+
+/// Partial sums travel as they are.
+fn output_of(shard: Shard) -> MoeOutput {
+    if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 }
 }

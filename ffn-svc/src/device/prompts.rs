@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::thread;
 
-use afd_common::ids::{LayerIdx, Shard};
+use afd_common::ids::LayerIdx;
 use afd_ffi::{FfiError, cuda};
 use afd_gpu::ops::{
     MoeMany, MoeOutput, MoeProducts, MoeShape, MoeWeights, Places, ProductRooms, ProductWeights,
@@ -70,10 +70,9 @@ impl Prompts {
         stream: &Arc<Stream>,
         stacks: &[Stack],
         weights: &[(MoeShape, MoeWeights)],
-        shard: Shard,
+        output: MoeOutput,
     ) -> Result<Self, GpuError> {
         let device = stream.device();
-        let output = if shard.count() > 1 { MoeOutput::F32 } else { MoeOutput::Bf16 };
         let mut cuts: Vec<Cut> = Vec::new();
         for cut in stacks.iter().map(cut_of) {
             if !cuts.contains(&cut) {

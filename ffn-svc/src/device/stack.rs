@@ -61,14 +61,11 @@ pub(super) fn shapes(
     if sides.gate != GatePlacement::Ffn {
         return Err(Unsupported("the gate is on attention".into()));
     }
-    if sides.shared_on_attention() {
-        return Err(Unsupported("shared experts are on attention".into()));
-    }
     if *placement != Placement::contiguous(config, shard.count()) {
         return Err(Unsupported("experts are placed one by one".into()));
     }
     let shape = |(layer, ffn): (usize, &FfnConfig)| {
-        let shape = shape(config.hidden_size, ffn, shard);
+        let shape = shape(config.hidden_size, ffn, shard, sides);
         let checked = shape.and_then(|shape| match Moe::check(&shape) {
             Ok(()) => Ok(shape),
             Err(error) => Err(error.to_string()),
@@ -78,37 +75,41 @@ pub(super) fn shapes(
     config.layers.iter().enumerate().map(shape).collect()
 }
 
-fn shape(hidden: usize, ffn: &FfnConfig, shard: Shard) -> Result<MoeShape, String> {
-    let dense = MoeShape {
+fn shape(hidden: usize, ffn: &FfnConfig, shard: Shard, sides: Sides) -> Result<MoeShape, String> {
+    match ffn {
+        FfnConfig::Dense(mlp) if mlp.bias => Err("biases".into()),
+        FfnConfig::Dense(mlp) => dense(hidden, shard.part_of(mlp.intermediate_size).len()),
+        FfnConfig::Moe(moe) => {
+            let shared = if sides.shared_on_attention() { 0 } else { moe.shared_intermediate_size };
+            Ok(MoeShape {
+                hidden,
+                intermediate: moe.intermediate_size,
+                num_experts: moe.num_experts,
+                top_k: moe.experts_per_token,
+                num_shared: shard.part_of(shared).len().div_ceil(moe.intermediate_size),
+                scoring: scoring(moe)?,
+                normalize: moe.router.normalize,
+                round_logits: !moe.router.logits_in_f32,
+            })
+        }
+    }
+}
+
+/// How the kernels would see an MLP that every row goes through.
+pub(super) fn dense(hidden: usize, intermediate: usize) -> Result<MoeShape, String> {
+    let cut = MoeShape::cut(hidden, intermediate).filter(|_| intermediate > 0);
+    let (num_shared, size) =
+        cut.ok_or_else(|| format!("a dense MLP of {intermediate} in rows of {hidden}"))?;
+    Ok(MoeShape {
         hidden,
-        intermediate: 0,
+        intermediate: size,
         num_experts: 0,
         top_k: 0,
-        num_shared: 0,
+        num_shared,
         scoring: MoeScoring::Softmax,
         normalize: false,
         round_logits: false,
-    };
-    match ffn {
-        FfnConfig::Dense(mlp) if mlp.bias => Err("biases".into()),
-        FfnConfig::Dense(mlp) => {
-            let part = shard.part_of(mlp.intermediate_size).len();
-            let cut = MoeShape::cut(hidden, part).filter(|_| part > 0);
-            let (num_shared, intermediate) =
-                cut.ok_or_else(|| format!("a dense MLP of {part} in rows of {hidden}"))?;
-            Ok(MoeShape { intermediate, num_shared, ..dense })
-        }
-        FfnConfig::Moe(moe) => Ok(MoeShape {
-            intermediate: moe.intermediate_size,
-            num_experts: moe.num_experts,
-            top_k: moe.experts_per_token,
-            num_shared: shard.part_of(moe.shared_intermediate_size).len().div_ceil(moe.intermediate_size),
-            scoring: scoring(moe)?,
-            normalize: moe.router.normalize,
-            round_logits: !moe.router.logits_in_f32,
-            ..dense
-        }),
-    }
+    })
 }
 
 fn scoring(moe: &MoeConfig) -> Result<MoeScoring, String> {
@@ -134,15 +135,13 @@ impl Stack {
         weights: &Weights,
         index: usize,
         shape: MoeShape,
-        shard: Shard,
+        (shard, sides): (Shard, Sides),
     ) -> Result<Self, FfnModelError> {
         let names = FfnNames::new(config.architecture, index);
         match &config.layers[index] {
             FfnConfig::Dense(mlp) => {
-                let room = Room::new(weights, &shape, shape.num_shared)?;
                 let part = shard.part_of(mlp.intermediate_size);
-                room.put_pieces(weights, 0, &names.dense(), mlp.intermediate_size, part)?;
-                Ok(Self { shape, gate_up: room.gate_up, down: room.down, routed: None })
+                Self::load_dense(weights, shape, &names.dense(), mlp.intermediate_size, part)
             }
             FfnConfig::Moe(moe) => {
                 let local = shard.part_of(moe.num_experts);
@@ -153,13 +152,26 @@ impl Stack {
                 }
                 let part = shard.part_of(moe.shared_intermediate_size);
                 let whole = moe.shared_intermediate_size;
-                if !part.is_empty() {
+                if shape.num_shared > 0 {
                     room.put_pieces(weights, local.len(), &names.shared(), whole, part)?;
                 }
-                let routed = Some(Routed::load(config, weights, index, moe, local)?);
+                let routed = Some(Routed::load(config, weights, index, moe, local, sides)?);
                 Ok(Self { shape, gate_up: room.gate_up, down: room.down, routed })
             }
         }
+    }
+
+    /// The part `part` of the MLP that the checkpoint has under `names`, of inner size `whole`.
+    pub(super) fn load_dense(
+        weights: &Weights,
+        shape: MoeShape,
+        names: &[String; 3],
+        whole: usize,
+        part: Range<usize>,
+    ) -> Result<Self, FfnModelError> {
+        let room = Room::new(weights, &shape, shape.num_shared)?;
+        room.put_pieces(weights, 0, names, whole, part)?;
+        Ok(Self { shape, gate_up: room.gate_up, down: room.down, routed: None })
     }
 
     /// Routed experts of this shard.
@@ -189,6 +201,7 @@ impl Routed {
         index: usize,
         moe: &MoeConfig,
         local: Range<usize>,
+        sides: Sides,
     ) -> Result<Self, WeightError> {
         let (architecture, hidden) = (config.architecture, config.hidden_size);
         let names = FfnNames::new(architecture, index);
@@ -204,7 +217,7 @@ impl Routed {
             bias,
             local,
             scale: moe.router.scaling_factor as f32,
-            shared_experts: (moe.shared_intermediate_size > 0).then_some(SharedExpertPlacement::Ffn),
+            shared_experts: (moe.shared_intermediate_size > 0).then_some(sides.shared_experts),
         })
     }
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use afd_common::config::model::{FfnConfig, Scoring, Selection};
 use afd_common::identity::GatePlacement;
+use afd_common::identity::SharedExpertPlacement;
 use afd_gpu::{Region, ops::Moe};
 use tch::Kind;
 
@@ -65,6 +66,27 @@ fn device_model(config: &ModelConfig, shard: Shard, device: Option<&Device>) -> 
         weights = weights.on(tch::Device::Cuda(device.ordinal())).unwrap();
     }
     DeviceModel::load(config, &weights, shard, GatePlacement::Ffn, device).unwrap()
+}
+
+/// What the FFN and attention make of a layer each is, added up, what the FFN makes of it alone.
+#[test]
+fn shared_experts_apart_are_what_the_ffn_leaves_out() {
+    let config = config();
+    let (x, weights) = (rows(9), weights(&config));
+    let apart = Sides { shared_experts: SharedExpertPlacement::Attention, ..Sides::default() };
+    let load = |sides: Sides| DeviceModel::load(&config, &weights, Shard::WHOLE, sides, None).unwrap();
+    let (whole, routed) = (load(Sides::default()), load(apart));
+    assert!(matches!(routed.body, Body::Stacked { .. }));
+    assert_eq!(routed.about().specs()[1].shared_experts, Some(SharedExpertPlacement::Attention));
+    SharedExperts::check(&config, Kind::BFloat16).unwrap();
+    assert!(SharedExperts::check(&config, Kind::Float).is_err());
+    let shared = SharedExperts::load(&config, &weights).unwrap();
+    assert!(shared.forward(LayerIdx(0), &x).unwrap().is_none());
+    let part = shared.forward(LayerIdx(1), &x).unwrap().unwrap();
+    assert_eq!(part.kind(), Kind::Float);
+    let of = |model: &DeviceModel| model.forward(LayerIdx(1), &x, &Side::None).unwrap().to_kind(Kind::Float);
+    assert!(distance(&(part + of(&routed)), &of(&whole)) < 1e-2);
+    assert!(distance(&of(&routed), &of(&whole)) > 0.1);
 }
 
 fn as_on_the_cpu(config: &ModelConfig, count: u32) {

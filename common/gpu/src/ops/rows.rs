@@ -23,6 +23,10 @@ pub struct NormRows<'a> {
     pub weight: &'a Region,
     /// `[rows, hidden]` bf16
     pub out: &'a Region,
+    /// The same rows once more, by [`Rows::rms_norm`] alone: for who reads them here, where `out` is another device's memory.
+    pub also: Option<&'a Region>,
+    /// `[rows, hidden]` f32, added to what is added to the residual, before that is rounded.
+    pub more: Option<&'a Region>,
     /// How many.
     pub rows: usize,
     /// Elements of each.
@@ -42,6 +46,12 @@ impl NormRows<'_> {
         residual.expect("residual", rows * hidden * 2)?;
         out.expect("norm result", rows * hidden * 2)?;
         weight.expect("norm", hidden * 2)?;
+        if let Some(also) = self.also {
+            also.expect("norm result", rows * hidden * 2)?;
+        }
+        if let Some(more) = self.more {
+            more.expect("what is added besides", rows * hidden * 4)?;
+        }
         Ok(())
     }
 
@@ -154,10 +164,11 @@ impl Rows {
         })
     }
 
-    /// `residual += delta` (when there is one, `[rows, hidden]` bf16), then `out = rms_norm(residual) * weight`.
+    /// `residual += delta` (when there is one, `[rows, hidden]` bf16; [`more`](NormRows::more) goes with it), then
+    /// `out = rms_norm(residual) * weight`.
     ///
     /// # Errors
-    /// [`GpuError::TooSmall`]; [`GpuError::Unsupported`] unless `hidden` is a multiple of 256 up to 8192.
+    /// [`GpuError::TooSmall`]; [`GpuError::Unsupported`] for `more` without a delta, or unless `hidden` is a multiple of 256 up to 8192.
     pub fn rms_norm(
         &self,
         stream: &Stream,
@@ -165,15 +176,20 @@ impl Rows {
         norm: &NormRows<'_>,
     ) -> Result<(), GpuError> {
         norm.check()?;
+        if delta.is_none() && norm.more.is_some() {
+            return Err(GpuError::unsupported("more to add, without a delta"));
+        }
         if let Some(delta) = delta {
             delta.expect("what is added", norm.rows * norm.hidden * 2)?;
         }
         let launch = norm
             .launch(&self.rms_norm, norm.ahead.blocks(norm.hidden / 8))
             .maybe(delta)
+            .maybe(norm.more)
             .region(norm.residual)
             .region(norm.weight);
-        let launch = launch.region(norm.out).size(norm.hidden)?.f32(norm.epsilon).size(norm.rows)?;
+        let launch =
+            launch.region(norm.out).maybe(norm.also).size(norm.hidden)?.f32(norm.epsilon).size(norm.rows)?;
         let launch = norm.ahead.arguments(launch)?;
         // SAFETY: rms_norm's arguments; sizes were checked.
         unsafe { launch.enqueue(stream) }
@@ -198,7 +214,7 @@ impl Rows {
             stream.keep(part);
         }
         let launch = norm.launch(&self.rms_norm_parts, 0).region(addresses).size(parts.len())?;
-        let launch = launch.region(norm.residual).region(norm.weight).region(norm.out);
+        let launch = launch.maybe(norm.more).region(norm.residual).region(norm.weight).region(norm.out);
         // SAFETY: rms_norm_parts' arguments; sizes were checked; the addresses are the caller's, of the parts it gave.
         unsafe { launch.size(norm.hidden)?.f32(norm.epsilon).enqueue(stream) }
     }

@@ -154,8 +154,18 @@ impl Bench<'_> {
     }
 
     fn rows<'a>(&'a self, residual: &'a Region, out: &'a Region, rows: usize) -> NormRows<'a> {
-        let ahead = Ahead::default();
-        NormRows { residual, weight: &self.weight, out, rows, hidden: HIDDEN, epsilon: 1e-6, ahead }
+        let (also, more, ahead) = (None, None, Ahead::default());
+        NormRows {
+            residual,
+            weight: &self.weight,
+            out,
+            also,
+            more,
+            rows,
+            hidden: HIDDEN,
+            epsilon: 1e-6,
+            ahead,
+        }
     }
 
     fn norm(

@@ -211,6 +211,8 @@ impl Bench {
             residual: &self.residual,
             weight: &self.layers[layer].norm,
             out: &self.x,
+            also: None,
+            more: None,
             rows: self.rows,
             hidden: HIDDEN,
             epsilon: 1e-6,

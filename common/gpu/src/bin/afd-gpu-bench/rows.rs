@@ -4,7 +4,7 @@ use half::bf16;
 use afd_gpu::ops::{Ahead, MlaQueries, MlaWrite, NormRows, RowPlaces, Rows};
 use afd_gpu::random::{Random, uniform};
 use afd_gpu::reference::{self, relative_error};
-use afd_gpu::{Device, Region};
+use afd_gpu::{Device, Region, Stream};
 
 use crate::Result;
 use crate::table::{Table, us};
@@ -30,20 +30,14 @@ pub(crate) fn run(device: &Device) -> Result<String> {
             residual: &residual,
             weight: &weight,
             out: &out,
+            also: None,
+            more: None,
             rows,
             hidden: HIDDEN,
             epsilon: 1e-6,
             ahead,
         };
-        rows_ops.rms_norm(&stream, Some(&delta), &norm)?;
-        let weights = weight.read::<bf16>()?;
-        let wanted = (0..rows).flat_map(|r| {
-            let at = |seed, i| uniform(seed, (r * HIDDEN + i) as u64, 1.0).to_f32();
-            let sum: Vec<bf16> = (0..HIDDEN).map(|i| bf16::from_f32(at(11, i) + at(12, i))).collect();
-            reference::rms_norm(&sum, &weights, 1e-6)
-        });
-        let found = out.read::<bf16>()?.into_iter().map(|v| f64::from(v.to_f32()));
-        let error = relative_error(found, wanted);
+        let error = all_sums(&rows_ops, &stream, &norm, &delta)?;
         let time = graph_us(&stream, 10, || {
             (0..64).try_for_each(|_| rows_ops.rms_norm(&stream, Some(&delta), &norm))
         })?;
@@ -67,6 +61,39 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         }
     }
     Ok(table.to_string())
+}
+
+/// The norm of a residual with everything added that can be, by both kernels: one delta, and one partial sum. The larger error.
+fn all_sums(ops: &Rows, stream: &Stream, norm: &NormRows<'_>, delta: &Region) -> Result<f64> {
+    let (device, rows) = (stream.device(), norm.rows);
+    let numbers =
+        |seed| (0..rows * HIDDEN).map(|i| uniform(seed, i as u64, 1.0).to_f32()).collect::<Vec<f32>>();
+    let (deltas, residuals, more) = (numbers(11), numbers(12), numbers(15));
+    let more_region = Region::from_slice(device, &more)?;
+    let also = Region::alloc(device, rows * HIDDEN * 2)?;
+    let residual = Region::from_slice(device, &norm.residual.read::<u16>()?)?;
+    let all = NormRows { also: Some(&also), more: Some(&more_region), ..*norm };
+    ops.rms_norm(stream, Some(delta), &all)?;
+    let once = norm.out.read::<bf16>()?;
+    if also.read::<bf16>()? != once {
+        return Err("rows that are written twice differ".into());
+    }
+    let part = Region::from_slice(device, &deltas)?;
+    let addresses = Region::from_slice(device, &[part.address()])?;
+    ops.rms_norm_parts(stream, &addresses, &[part], &NormRows { residual: &residual, ..all })?;
+    let by_parts = norm.out.read::<bf16>()?;
+    let weights = norm.weight.read::<bf16>()?;
+    let wanted: Vec<f64> = (0..rows)
+        .flat_map(|r| {
+            let sum = |i: usize| bf16::from_f32(residuals[i] + bf16::from_f32(deltas[i] + more[i]).to_f32());
+            let sums: Vec<bf16> = (r * HIDDEN..(r + 1) * HIDDEN).map(sum).collect();
+            reference::rms_norm(&sums, &weights, 1e-6)
+        })
+        .collect();
+    let error = |found: Vec<bf16>| {
+        relative_error(found.into_iter().map(|v| f64::from(v.to_f32())), wanted.iter().copied())
+    };
+    Ok(error(once).max(error(by_parts)))
 }
 
 /// Cache write and rope; the error over both outputs.
