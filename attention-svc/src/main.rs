@@ -2,6 +2,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use afd_common::config::idle;
 use afd_common::config::option::OptionError;
 use afd_common::process::exit::Exit;
 use afd_common::process::stop::Stop;
@@ -55,10 +56,11 @@ fn run(command: Command) -> anyhow::Result<Exit> {
 async fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let mut config = ServeConfig::new(args)?;
     logs::init(&config.log)?;
+    idle::warn(&config.idle);
     export_traces(&mut config)?;
     let spans = config.trace.spans.clone();
     let mut stop = Stop::new()?;
-    let begun = Instant::now();
+    let (begun, drain) = (Instant::now(), config.drain_timeout);
     let started = tokio::select! {
         started = Server::start(config) => started,
         told = stop.told() => {
@@ -69,7 +71,7 @@ async fn serve(args: ServeArgs) -> anyhow::Result<()> {
         }
     };
     let ended = match started {
-        Ok(server) => server.run(stop.told()).await,
+        Ok(server) => stop.until_ended(drain, |told| server.run(told)).await,
         Err(error) => Err(error),
     };
     // Blocks, for at most the limit.

@@ -15,7 +15,7 @@ pub struct ProbeArgs {
     #[arg(value_parser = dial::address)]
     address: String,
     /// How long to wait for its answer, milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 3000)]
+    #[arg(long, value_name = "MS", default_value_t = 3000, value_parser = clap::value_parser!(u64).range(1..))]
     timeout_ms: u64,
     /// How to get there
     #[command(flatten)]

@@ -3,6 +3,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use afd_common::config::device::DeviceError;
+use afd_common::config::idle;
 use afd_common::config::option::OptionError;
 use afd_common::net::Listener;
 use afd_common::process::address_file::{self, AddressFileError};
@@ -74,6 +75,7 @@ fn serve(options: ServeOptions) -> anyhow::Result<()> {
     let passive = afd_ffi::process::reexec_with_passive_wait();
     afd_ffi::process::keep_nccl_graphs_apart();
     logs::init(&config.log)?;
+    idle::warn(&config.idle);
     if let Err(error) = passive {
         tracing::warn!(%error, "compute threads will spin while they wait");
     }
@@ -149,13 +151,16 @@ async fn run(config: Config) -> anyhow::Result<()> {
         "ready"
     );
     let announcing = Announcing::start(&config, &server);
-    let asked = async {
-        let told = stop.told().await;
-        // Before it drains: whoever hears of it does not come back.
-        announcing.leave().await;
-        told
-    };
-    Ok(server.run(asked, config.drain).await?)
+    let serving = stop.until_ended(config.drain, |told| {
+        let asked = async {
+            let told = told.await;
+            // Before it drains: whoever hears of it does not come back.
+            announcing.leave().await;
+            told
+        };
+        server.run(asked, config.drain)
+    });
+    Ok(serving.await?)
 }
 
 /// Everything that takes long. Blocks.

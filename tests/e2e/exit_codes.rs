@@ -208,6 +208,9 @@ fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
             "--tls-ca /nowhere/ca.pem",
         ),
         ("attention-svc", [&["doctor"][..], &no_ca].concat(), Exit::Unusable, "--tls-ca /nowhere/ca.pem"),
+        ("attention-svc", vec!["doctor", "--tls-cert", "a", "--tls-key", "b"], Exit::Unusable, "--tls-ca"),
+        ("attention-svc", vec!["probe", &free, "--timeout-ms", "0"], Exit::Unusable, "--timeout-ms"),
+        ("ffn-svc", vec!["probe", &free, "--timeout-ms", "0"], Exit::Unusable, "--timeout-ms"),
         ("attention-svc", vec!["bench", "--url", "http://127.0.0.1:1"], Exit::Failed, "127.0.0.1:1"),
         (
             "attention-svc",

@@ -1,5 +1,5 @@
 //! SIGTERM, idle and in the middle of an answer: within the drain limit, with exit code 0 and without a panic, on either side.
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
@@ -59,6 +59,42 @@ async fn an_answer_under_way_is_finished_when_attention_is_terminated() -> anyho
     .await?;
     ends_well(ending.expect("it was told in mid-stream"), LIMIT).await?;
     terminated(deployment.ffn.remove(0), LIMIT).await
+}
+
+/// Said in the log before `limit`.
+async fn says(process: &Process, what: &str) -> anyhow::Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while !process.log().contains(what) {
+        ensure!(Instant::now() < deadline, "`{what}` is not said:\n{}", process.log());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn told_to_end_twice_either_side_says_how_long_it_still_has_and_finishes() -> anyhow::Result<()> {
+    let mut deployment =
+        start(&["--drain-timeout", "50s"], &["--drain-timeout", "50s", "--inject-delay", "2ms"]).await?;
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    let mut stream = deployment.stream(0, &prompt, NUM_TOKENS).await?;
+    ensure!(stream.message().await?.is_some(), "no token");
+    let ending = [deployment.ffn.remove(0), deployment.attention.remove(0)];
+    for process in &ending {
+        process.signal("TERM")?;
+        says(process, "stopping why=").await?;
+        process.signal("INT")?;
+        says(process, "told to end again, which changes nothing").await?;
+        ensure!(process.log().contains("why=\"SIGINT\" left="), "{}", process.log());
+    }
+    let mut tokens = 1;
+    while let Some(piece) = stream.message().await? {
+        tokens += piece.token_ids.len();
+    }
+    ensure!(tokens == NUM_TOKENS as usize, "{tokens} tokens came");
+    for process in ending {
+        ends_well(process, LIMIT).await?;
+    }
+    Ok(())
 }
 
 /// Nothing is as patient as it was told to be towards an FFN when its own time is up.

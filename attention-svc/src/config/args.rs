@@ -118,7 +118,8 @@ pub struct ServeArgs {
     /// meaningless); the same on both roles [default: model]
     #[arg(long, value_name = "WHO", help_heading = "FFN")]
     pub routing: Option<Routing>,
-    /// File with the token that guards joining, as given to the FFN ranks [default: none]
+    /// File with the token that guards joining, as given to the FFN ranks; attention ranks (--peers) ask each other for it too
+    /// [default: none]
     #[arg(long, value_name = "FILE", help_heading = "FFN")]
     pub join_token_file: Option<PathBuf>,
     /// Microbatches of a step, so that one's FFN runs while another's attention does: at most 1 to 4; or auto, 1 or 2,

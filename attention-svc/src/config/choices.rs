@@ -35,6 +35,9 @@ impl FromStr for FfnTarget {
             return Ok(Self::Remote(Vec::new()));
         }
         let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
+        if let Some(word) = names.iter().find(|name| ["local", "announced"].contains(&name.as_str())) {
+            return Err(format!("{word:?} is given among other names; it stands alone"));
+        }
         if let Some(name) = names.iter().find(|name| !is_address(name)) {
             return Err(format!("{name:?} is no address; expected host:port, announced or local"));
         }

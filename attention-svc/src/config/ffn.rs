@@ -56,11 +56,15 @@ impl FfnConfig {
                 format!("is {link}, which needs attention on a GPU; --device is cpu (cuda:0 is a GPU)");
             return refuse("--link", what);
         }
+        let link = args.link.unwrap_or_default();
+        if target == FfnTarget::Local && link != LinkChoice::Auto {
+            return refuse("--link", format!("is {link}, and with --ffn local rows go nowhere"));
+        }
         Ok(Self {
             target,
             rank: args.rank.unwrap_or(0),
             deployment: deployment(args.deployment.as_deref())?,
-            link: args.link.unwrap_or_default(),
+            link,
             sides,
             placement: args.placement.clone(),
             routing: args.routing.unwrap_or_default(),

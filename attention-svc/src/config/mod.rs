@@ -1,10 +1,11 @@
 //! What `attention-svc serve` is told, checked once. Nothing after this module looks at options.
 //!
 //! In reading order: `args` and `choices` (what can be written), then one file for each part of what comes of it: `model`,
-//! `address`, `ffn`, `capacity`; `kv_memory` sizes the cache once the model is known.
+//! `address`, `ffn`, `capacity`; `idle` names options without effect; `kv_memory` sizes the cache once the model is known.
 use std::time::Duration;
 
 use afd_common::config::file;
+use afd_common::config::idle::Idle;
 use afd_common::config::option::refuse;
 use afd_common::config::units::Span;
 use afd_common::telemetry::{LogConfig, Sampling, SpanSink};
@@ -14,6 +15,7 @@ mod args;
 mod capacity;
 mod choices;
 mod ffn;
+mod idle;
 mod kv_memory;
 mod model;
 #[cfg(test)]
@@ -47,6 +49,8 @@ pub struct ServeConfig {
     pub log: LogConfig,
     /// Traces.
     pub trace: TraceConfig,
+    /// Options that were given and have no effect.
+    pub idle: Vec<Idle>,
 }
 
 /// What is recorded, and where it goes: `spans` and `sampling` are the environment's, and `main` sets them.
@@ -70,12 +74,15 @@ impl ServeConfig {
             Some(path) => file::overlay(path, &args)?,
             None => args,
         };
+        let capacity = CapacityConfig::new(&args)?;
+        let idle = idle::of(&args, &capacity);
         Ok(Self {
             model: ModelSource::new(&args)?,
             address: AddressConfig::new(&args)?,
             peers: PeersConfig::new(&args)?,
             ffn: FfnConfig::new(&args)?,
-            capacity: CapacityConfig::new(&args)?,
+            capacity,
+            idle,
             drain_timeout: args.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
             log: LogConfig {
                 format: args.log_format.unwrap_or_default(),

@@ -53,6 +53,8 @@ fn a_wrong_option_is_named_with_its_value() {
     for (args, parts) in [
         (&["--model", "/nowhere/at/all"][..], &["--model", "/nowhere/at/all"][..]),
         (&["--ffn", "a:1,b"], &["--ffn", "\"b\""]),
+        (&["--ffn", "local,a:1"], &["--ffn", "\"local\" is given among other names"]),
+        (&["--ffn", "a:1,announced"], &["--ffn", "\"announced\" is given among other names"]),
         (&["--ffn", "a:0"], &["--ffn", "\"a:0\""]),
         (&["--ffn", "a:1,b:1,a:1"], &["--ffn", "\"a:1\" is given twice"]),
         (&["--body-timeout", "0s"], &["--body-timeout"]),
@@ -60,6 +62,7 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--link", "pigeon"], &["--link", "pigeon", "tcp"]),
         (&["--link", "cuda-ipc"], &["--link is cuda-ipc", "--device is cpu"]),
         (&["--link", "nccl", "--device", "cpu"], &["--link is nccl", "--device is cpu"]),
+        (&["--link", "tcp"], &["--link is tcp", "--ffn local"]),
         (&["--block-size", "0"], &["--block-size is 0"]),
         (&["--block-size", "99999999999"], &["--block-size is 99999999999"]),
         (&["--gate", "nobody"], &["--gate", "nobody"]),
@@ -108,6 +111,51 @@ fn a_wrong_option_is_named_with_its_value() {
     }
     assert!(parse(&["--model", "."]).unwrap_err().contains("--ffn"));
     assert!(parse(&["--ffn", "local"]).unwrap_err().contains("--model"));
+}
+
+#[test]
+fn options_without_effect_are_named_with_what_takes_it_from_them() {
+    let said = |args: &[&str]| {
+        let config = parse(&[&["--model", "."], args].concat()).unwrap();
+        config.idle.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    let said_with = |args: &[&str], more: &[&str]| said(&[args, more].concat());
+    let (local, pair) = (&["--ffn", "local"][..], &["--ffn", "a:1"][..]);
+    assert!(said(local).is_empty() && said(pair).is_empty(), "defaults are not given");
+    let useful =
+        ["--stage-min-decode", "9", "--peers", "b:1", "--peer-timeout", "2s", "--join-timeout", "9s"];
+    assert!(said_with(pair, &useful).is_empty());
+    assert!(said_with(local, &["--link", "auto", "--hop-timeout", "1s"]).is_empty());
+    let timeouts = ["--link-timeout", "1s", "--join-timeout", "1s"];
+    let of_timeouts =
+        ["--join-timeout has no effect with --ffn local", "--link-timeout has no effect with --ffn local"];
+    assert_eq!(said_with(local, &timeouts), of_timeouts);
+    let on_gpu = ["--device", "cuda:0", "--ffn", "local", "--hop-timeout", "1s", "--stage-min-decode", "9"];
+    let of_gpu = [
+        "--hop-timeout has no effect with --ffn local on a GPU (--device)",
+        "--stage-min-decode has no effect where steps have one stage, as they have here without --stages",
+    ];
+    assert_eq!(said(&on_gpu), of_gpu);
+    for (args, expected) in [
+        (
+            &["--stages", "1", "--stage-min-decode", "9"][..],
+            "--stage-min-decode has no effect with --stages 1",
+        ),
+        (&["--stages", "1", "--stage-min-prefill", "9"], "--stage-min-prefill has no effect with --stages 1"),
+        (&["--peer-timeout", "9s"], "--peer-timeout has no effect without --peers"),
+        (&["--capture-sizes", "1,2"], "--capture-sizes has no effect on a CPU (--device)"),
+        (&["--seed", "1"], "--seed has no effect without --load-format dummy"),
+    ] {
+        assert_eq!(said_with(pair, args), [expected], "{args:?}");
+    }
+}
+
+#[test]
+fn a_file_with_options_without_effect_is_told_of_them_too() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    writeln!(file, "model = \".\"\nffn = \"a:1\"\nstages = 1\nstage-min-decode = 9").unwrap();
+    let idle = parse(&["--config", file.path().to_str().unwrap()]).unwrap().idle;
+    assert_eq!(idle[0].to_string(), "--stage-min-decode has no effect with --stages 1");
 }
 
 #[test]

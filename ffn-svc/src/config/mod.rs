@@ -9,6 +9,7 @@ use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
 use afd_common::config::file;
+use afd_common::config::idle::{self, Idle, Rule};
 use afd_common::config::option::{
     OptionError, addresses, at_least, client_tls, deployment, join_token, model_folder, own_certificate,
     refuse, tensor_threads,
@@ -84,6 +85,8 @@ pub struct Config {
     pub inject_delay: Duration,
     /// Where spans go: the environment's, and `main` sets it.
     pub spans: SpanSink,
+    /// Options that were given and have no effect.
+    pub idle: Vec<Idle>,
 }
 
 /// Attention ranks to announce a rank to.
@@ -119,6 +122,7 @@ impl ServeOptions {
         let announce = AnnounceConfig::new(&given, listen, &files)?;
         let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let log = LogConfig::default();
+        let idle = without_effect(&given);
         Ok(Config {
             model,
             access: Access::new(listen, files, gate, "--join-token-file", given.insecure.unwrap_or(false))?,
@@ -153,6 +157,7 @@ impl ServeOptions {
             board: board(given.board_ms.unwrap_or(0.0))?,
             inject_delay: given.inject_delay.map_or(Duration::ZERO, |span| span.0),
             spans: SpanSink::off(),
+            idle,
         })
     }
 }
@@ -172,6 +177,35 @@ impl AnnounceConfig {
 
 fn sides(given: &ServeOptions) -> Sides {
     Sides { gate: given.gate.unwrap_or_default(), shared_experts: given.shared_experts.unwrap_or_default() }
+}
+
+/// Options that were given and have no effect beside the others.
+fn without_effect(given: &ServeOptions) -> Vec<Idle> {
+    idle::idle(&[
+        Rule {
+            holds: given.announce.as_ref().is_none_or(Vec::is_empty),
+            because: "without --announce",
+            options: &[("--announce-tls-ca", given.announce_tls_ca.is_some())],
+        },
+        Rule {
+            holds: given.shard.is_none_or(|shard| shard == Shard::WHOLE),
+            because: "with --shard 0/1: one shard has every expert",
+            options: &[("--placement", given.placement.is_some())],
+        },
+        Rule {
+            holds: given.load_format.unwrap_or_default() != LoadFormat::Dummy,
+            because: "without --load-format dummy",
+            options: &[("--seed", given.seed.is_some())],
+        },
+        Rule {
+            holds: given.device.unwrap_or_default() != DeviceChoice::Cpu,
+            because: "on what comes over cuda-ipc and nccl (--device)",
+            options: &[
+                ("--board-ms", given.board_ms.is_some()),
+                ("--inject-delay", given.inject_delay.is_some()),
+            ],
+        },
+    ])
 }
 
 fn max_stages(given: Option<u32>) -> Result<u32, OptionError> {

@@ -76,6 +76,23 @@ fn what_is_wrong_is_named_in_one_line() {
 }
 
 #[test]
+fn options_without_effect_are_named_with_what_takes_it_from_them() {
+    let said = |args: &[&str]| {
+        let config = resolve(&[&["--model", "."], args].concat()).unwrap();
+        config.idle.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    assert!(said(&["--board-ms", "2", "--inject-delay", "1ms"]).is_empty());
+    assert!(
+        said(&["--shard", "0/2", "--placement", "p", "--load-format", "dummy", "--seed", "1"]).is_empty()
+    );
+    assert_eq!(said(&["--seed", "1"]), ["--seed has no effect without --load-format dummy"]);
+    let one = "--placement has no effect with --shard 0/1: one shard has every expert";
+    assert_eq!(said(&["--placement", "p"]), [one]);
+    let gpu = ["--device", "cuda:0", "--board-ms", "2"];
+    assert_eq!(said(&gpu), ["--board-ms has no effect on what comes over cuda-ipc and nccl (--device)"]);
+}
+
+#[test]
 fn values_that_are_no_values_are_refused_by_the_parser() {
     for args in [
         ["--shard", "2/2"],

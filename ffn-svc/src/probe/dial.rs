@@ -22,10 +22,10 @@ pub struct TlsOptions {
     #[arg(long, value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
     /// Certificate to show, PEM
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "tls_ca")]
     pub tls_cert: Option<PathBuf>,
     /// Key of --tls-cert, PEM
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "tls_ca")]
     pub tls_key: Option<PathBuf>,
 }
 

@@ -26,7 +26,7 @@ pub struct ProbeOptions {
     #[arg(value_parser = dial::address)]
     pub address: String,
     /// How long to wait for all of its answers, milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 3000)]
+    #[arg(long, value_name = "MS", default_value_t = 3000, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout_ms: u64,
     /// How to get there
     #[command(flatten)]

@@ -162,7 +162,7 @@ pub fn agree(offer: &Offer, request: &v1::JoinRequest) -> Result<Agreement, Refu
             request.max_tokens_per_stage,
             offer.max_tokens_per_stage,
         )?,
-        features: request.features.iter().filter(|name| offer.features.contains(name)).cloned().collect(),
+        features: offer.features.iter().filter(|name| request.features.contains(name)).cloned().collect(),
     })
 }
 
@@ -221,8 +221,13 @@ fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> R
 }
 
 fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::LinkKind>, Refusal> {
-    // A kind this build has no name for is one it cannot serve.
-    let wanted: Vec<_> = request.link_kinds().collect();
+    // A kind this build has no name for is one it cannot serve. Each once, however often it is said.
+    let mut wanted: Vec<v1::LinkKind> = Vec::new();
+    for kind in request.link_kinds() {
+        if !wanted.contains(&kind) {
+            wanted.push(kind);
+        }
+    }
     let common: Vec<_> = wanted.iter().copied().filter(|kind| offer.link_kinds.contains(kind)).collect();
     if common.is_empty() {
         return Err(Refusal::NothingInCommon {

@@ -80,6 +80,19 @@ fn roles_on_different_devices_agree_on_the_links_of_the_host() {
 }
 
 #[test]
+fn what_a_caller_repeats_is_answered_once() {
+    let link_kinds: Vec<i32> =
+        (0..5000).map(|n| if n % 2 == 0 { 4711 } else { v1::LinkKind::Tcp.into() }).collect();
+    let features = vec!["profile".to_owned(); 5000];
+    let agreement =
+        agree(&offer(), &v1::JoinRequest { link_kinds: link_kinds.clone(), features, ..request() });
+    let agreement = agreement.unwrap();
+    assert_eq!((agreement.link_kinds, agreement.features), (vec![v1::LinkKind::Tcp], vec!["profile".into()]));
+    let refused = |r: &mut v1::JoinRequest| r.link_kinds = vec![v1::LinkKind::Nccl.into(); 5000];
+    assert!(refusal(refused).contains("the caller has nccl, this FFN rank"), "{}", refusal(refused));
+}
+
+#[test]
 fn a_caller_that_knows_no_shard_count_yet_takes_ours() {
     assert!(agree(&offer(), &v1::JoinRequest { shard_count: 0, ..request() }).is_ok());
 }
