@@ -2,29 +2,35 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use afd_common::proto::v1::GenerateResponse;
 use afd_tests::fixtures;
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
 use anyhow::{Context, anyhow, ensure};
 use reqwest::Response;
 use serde_json::{Value, json};
+use tonic::{Code, Status, Streaming};
 
-use crate::story::MODEL;
+use crate::story::{self, MODEL};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// Header of an answer that another rank made.
 const FORWARDED: &str = "x-afd-forwarded";
 
-/// A0 by itself, with an FFN so slow that streams last, and A1, which forwards to it and is the one that is asked.
 async fn pair(folder: &Path) -> anyhow::Result<(Deployment, Process)> {
+    pair_with(folder, "3ms", &[]).await
+}
+
+/// A0 by itself, with an FFN so slow that streams last, and A1, which forwards to it and is the one that is asked.
+async fn pair_with(folder: &Path, delay: &str, args: &[&str]) -> anyhow::Result<(Deployment, Process)> {
     let ffn = Ffn::Remote { shards: 1, replicas: 1 };
-    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ffn).ffn_args(&["--inject-delay", "3ms"]);
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), ffn).ffn_args(&["--inject-delay", delay]);
     let mut deployment = Deployment::start(spec).await?;
     let (model, ffn) = (deployment.spec.model.display().to_string(), deployment.ffn_addresses[0].to_string());
     let other = deployment.attention_addresses[0].to_string();
     let words = ["serve", "--model", &model, "--listen", "127.0.0.1:0", "--served-model-name", "test"];
     let more = ["--rank", "1", "--ffn", &ffn, "--peers", &other, "--dtype", "float32", "--threads", "1"];
-    let words = words.iter().chain(&more).chain(&["--peer-timeout", "2s"]);
+    let words = words.iter().chain(&more).chain(&["--peer-timeout", "2s"]).chain(args);
     let words: Vec<_> = words.map(|word| (*word).to_owned()).collect();
     let mut front = Process::start("attention-svc", "A1", &words, folder)?;
     deployment.attention_addresses.push(front.address(LIMIT)?);
@@ -47,15 +53,45 @@ async fn ask(deployment: &Deployment, max_tokens: u32, stream: bool) -> anyhow::
     Ok(answer.error_for_status()?)
 }
 
-/// The rest of a stream of events: the last one's kind and data.
-async fn last_event(mut stream: Response) -> anyhow::Result<(String, Value)> {
+/// All of a stream of events.
+async fn whole(mut stream: Response) -> anyhow::Result<String> {
     let mut text = String::new();
     while let Some(bytes) = stream.chunk().await.context("the stream broke off")? {
         text.push_str(std::str::from_utf8(&bytes)?);
     }
+    Ok(text)
+}
+
+/// The tokens of a stream of events that ends well.
+async fn tokens(stream: Response) -> anyhow::Result<Vec<u32>> {
+    let text = whole(stream).await?;
+    let (events, _) =
+        text.trim_end().rsplit_once("data: [DONE]").with_context(|| format!("no end: {text}"))?;
+    let mut tokens = Vec::new();
+    for data in events.lines().filter_map(|line| line.strip_prefix("data: ")) {
+        let event: Value = serde_json::from_str(data)?;
+        let ids = event["choices"][0]["token_ids"].as_array().into_iter().flatten();
+        tokens.extend(ids.filter_map(Value::as_u64).map(|id| id as u32));
+    }
+    Ok(tokens)
+}
+
+/// The rest of a stream of events: the last one's kind and data.
+async fn last_event(stream: Response) -> anyhow::Result<(String, Value)> {
+    let text = whole(stream).await?;
     let last = text.trim_end().rsplit("\n\n").next().unwrap_or_default();
     let (kind, data) = last.split_once('\n').with_context(|| format!("no kind: {last:?}"))?;
     Ok((kind.to_owned(), serde_json::from_str(data.trim_start_matches("data: "))?))
+}
+
+/// What a stream of messages ends with.
+async fn status(mut messages: Streaming<GenerateResponse>) -> anyhow::Result<Status> {
+    loop {
+        match messages.message().await {
+            Ok(message) => drop(message.context("the stream ended well")?),
+            Err(status) => return Ok(status),
+        }
+    }
 }
 
 /// What follows when A0 is lost by `lose`: `why` is what is said of it.
@@ -79,15 +115,7 @@ async fn is_lost(lose: impl FnOnce(&mut Process) -> anyhow::Result<()>, why: &st
         let _here = deployment.stream(1, &expected.input_ids, 400).await?;
         ask(&deployment, 32, false).await?.json::<Value>().await.context("no answer")
     };
-    let status = async {
-        loop {
-            match messages.message().await {
-                Ok(message) => drop(message.context("the stream ended well")?),
-                Err(status) => return anyhow::Ok(status),
-            }
-        }
-    };
-    let all = async { tokio::try_join!(last_event(events), status, redone) };
+    let all = async { tokio::try_join!(last_event(events), status(messages), redone) };
     let (event, status, redone) = tokio::time::timeout(LIMIT, all)
         .await
         .unwrap_or_else(|_| Err(anyhow!("no end within {LIMIT:?}")))
@@ -96,7 +124,7 @@ async fn is_lost(lose: impl FnOnce(&mut Process) -> anyhow::Result<()>, why: &st
     println!("{event:?}\n{status:?}\nafter {took:?}");
     let error = &event.1["error"];
     ensure!(event.0 == "event: error" && error["code"] == "peer_lost", "{event:?}");
-    ensure!(status.code() == tonic::Code::Unavailable, "{status:?}");
+    ensure!(status.code() == Code::Unavailable, "{status:?}");
     for said in [error["message"].as_str().unwrap_or_default(), status.message()] {
         ensure!(said.contains(&name) && said.contains(why), "{said}");
     }
@@ -133,8 +161,7 @@ async fn a_rank_that_stands_still_for_less_than_the_peer_timeout_costs_nothing()
     other.signal("STOP")?;
     tokio::time::sleep(TIMEOUT / 4).await;
     other.signal("CONT")?;
-    let text = forwarded.text().await?;
-    ensure!(text.trim_end().ends_with("data: [DONE]"), "{text}");
+    ensure!(tokens(forwarded).await? == expected.generated_ids);
     Ok(())
 }
 
@@ -149,8 +176,56 @@ async fn a_rank_that_is_told_to_end_passes_on_what_another_one_serves_for_it() -
     // It has nothing to do itself.
     drop(here);
     deployment.attention[0].signal("TERM")?;
-    let text = forwarded.text().await?;
-    ensure!(text.trim_end().ends_with("data: [DONE]"), "{text}");
+    story::holds(&expected.input_ids, &tokens(forwarded).await?)?;
+    ensure!(deployment.attention[0].wait(LIMIT)?.success(), "{}", deployment.attention[0].log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_not_finished_at_the_end_of_the_drain_ends_alike_here_and_elsewhere() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (mut deployment, _other) = pair_with(folder.path(), "10ms", &["--drain-timeout", "1s"]).await?;
+    let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
+    // Every second one is forwarded.
+    let (mut events, mut messages) = (Vec::new(), Vec::new());
+    for rank in ["", "0"] {
+        let asked = ask(&deployment, 400, true).await?;
+        ensure!(asked.headers().get(FORWARDED).map_or("", |value| value.to_str().unwrap_or("?")) == rank);
+        events.push(asked);
+    }
+    for _ in 0..2 {
+        let mut stream = deployment.stream(1, &prompt, 400).await?;
+        stream.message().await?.context("a stream without a message")?;
+        messages.push(stream);
+    }
+    let unary = tokio::spawn({
+        let body = json!({"prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": true});
+        let url = deployment.url(1, "/v1/completions");
+        let (here, there) =
+            (deployment.client().post(&url).json(&body), deployment.client().post(&url).json(&body));
+        async move { tokio::try_join!(here.send(), there.send()) }
+    });
+    let deadline = Instant::now() + LIMIT;
+    while deployment.metric(1, "vllm:num_requests_running").await? < 3.0 {
+        ensure!(Instant::now() < deadline, "{}", deployment.attention[0].log());
+    }
+    deployment.attention[0].signal("TERM")?;
+    for stream in events {
+        let (kind, data) = last_event(stream).await?;
+        ensure!(kind == "event: error" && data["error"]["code"] == "shutting_down", "{kind} {data}");
+    }
+    let mut ends = Vec::new();
+    for stream in messages {
+        ends.push(status(stream).await?);
+    }
+    let alike = |end: &Status| (end.code(), end.message().to_owned(), end.details().to_vec());
+    ensure!(ends[0].code() == Code::Unavailable && alike(&ends[0]) == alike(&ends[1]), "{ends:?}");
+    let (here, there) = unary.await??;
+    for answer in [here, there] {
+        ensure!(answer.status() == 503, "{}", answer.status());
+        let error: Value = answer.json().await?;
+        ensure!(error["error"]["code"] == "shutting_down", "{error}");
+    }
     ensure!(deployment.attention[0].wait(LIMIT)?.success(), "{}", deployment.attention[0].log());
     Ok(())
 }

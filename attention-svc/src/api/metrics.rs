@@ -36,7 +36,8 @@ impl ApiMetrics {
                 .counter("afd_requests_rejected_total", "Sequences that the engine did not take.")?,
             forwarded: metrics.counters(
                 "afd_requests_forwarded_total",
-                "Requests forwarded to other attention ranks that were answered, redone here, or lost in mid-answer.",
+                "Requests forwarded to other attention ranks that were answered, redone here, lost in mid-answer, or cut at the \
+                 end of this rank's drain.",
                 &["outcome"],
             )?,
             prompt_tokens: metrics
@@ -66,7 +67,7 @@ impl ApiMetrics {
         for code in ["internal_error", "ffn_unavailable", "deadline_exceeded", "shutting_down", "peer_lost"] {
             counts.failed.with_label_values(&[code]);
         }
-        for outcome in ["answered", "redone", "lost"] {
+        for outcome in ["answered", "redone", "lost", "cut"] {
             counts.forwarded.with_label_values(&[outcome]);
         }
         Ok(counts)

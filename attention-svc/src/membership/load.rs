@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use tokio::sync::Notify;
 use tokio::time::timeout_at;
+use tokio_util::sync::CancellationToken;
 
 /// Requests of a peer.
 #[derive(Debug, Default)]
@@ -22,6 +23,8 @@ pub(super) struct Forwarding {
     /// Notified at the end of each.
     ended: Notify,
     closed: AtomicBool,
+    /// Cancelled when those that are left may not go on.
+    cut: CancellationToken,
 }
 
 impl Forwarding {
@@ -30,7 +33,8 @@ impl Forwarding {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Closes it, and waits for the last one or for `deadline`. Returns how many are left.
+    /// Closes it, and waits for the last one or for `deadline`, at which those that are left are [cut](Forwarded::cut). Returns
+    /// how many these are.
     pub(super) async fn close(&self, deadline: Instant) -> u32 {
         self.closed.store(true, Ordering::Release);
         loop {
@@ -38,6 +42,7 @@ impl Forwarding {
             let ended = self.ended.notified();
             let count = self.count.load(Ordering::Acquire);
             if count == 0 || timeout_at(deadline.into(), ended).await.is_err() {
+                self.cut.cancel();
                 return count;
             }
         }
@@ -74,6 +79,11 @@ impl Forwarded {
             count.fetch_add(1, Ordering::AcqRel);
         }
         Self { there: Arc::clone(there), all: Arc::clone(all) }
+    }
+
+    /// Waits until this rank has no more time for it.
+    pub(crate) async fn cut(&self) {
+        self.all.cut.cancelled().await;
     }
 }
 

@@ -180,7 +180,7 @@ impl Peers {
         }
     }
 
-    /// Forwards nothing more, and waits for what has been until `deadline`. Returns how much is left of it.
+    /// Forwards nothing more, and waits for what has been until `deadline`; what is left then is cut. Returns how much that is.
     pub async fn close(&self, deadline: Instant) -> u32 {
         self.forwarding.close(deadline).await
     }

@@ -28,7 +28,7 @@ mod relay;
 use super::Api;
 use super::error::ApiError;
 use crate::membership::peers::{Chosen, PATIENCE};
-use relay::{Relay, unavailable};
+use relay::{Broken, Relay, cut, unavailable};
 
 /// Says, on a forwarded request, which rank took it in, and on its answer, which one served it.
 const FORWARDED_NAME: &str = "x-afd-forwarded";
@@ -87,13 +87,17 @@ async fn forward(api: &Arc<Api>, chosen: Chosen, request: Request, next: Next) -
     let (mut head, body) = request.into_parts();
     let body = match whole(body, api.limits.max_body_bytes).await {
         Ok(body) => body,
-        Err(error) if is_grpc(&head.headers) => return tonic::Status::from(error).into_http(),
-        Err(error) => return error.into_response(),
+        Err(error) => return refusal(error, &head.headers),
     };
     let peer = chosen.peer;
     match answer(api, chosen, &head, body.clone()).await {
         Ok(answer) => answer,
-        Err(why) => {
+        Err(Broken::Cut) => {
+            let error = cut(api);
+            api.counts.failed(error.code());
+            refusal(error, &head.headers)
+        }
+        Err(Broken::Lost(why)) => {
             api.peers.handle_failure(peer, "a request that was forwarded is served here", &why);
             api.counts.forwarded("redone");
             head.extensions.insert(arrived);
@@ -105,17 +109,18 @@ async fn forward(api: &Arc<Api>, chosen: Chosen, request: Request, next: Next) -
 /// What a peer answers, once something has come that can be passed on.
 ///
 /// # Errors
-/// Why nothing has: the request can be served here.
+/// Why nothing has: the peer is lost, and the request can be served here; or this rank has no more time for it.
 async fn answer(
     api: &Arc<Api>,
     chosen: Chosen,
     head: &http::request::Parts,
     body: Bytes,
-) -> Result<Response, String> {
+) -> Result<Response, Broken> {
     let Chosen { peer, channel, lost, forwarded } = chosen;
     let sent = tokio::select! {
         sent = send(api, channel, head, body) => sent?,
-        () = lost.cancelled() => return Err(api.peers.silence()),
+        () = lost.cancelled() => return Err(api.peers.silence().into()),
+        () = forwarded.cut() => return Err(Broken::Cut),
     };
     let (mut head, body) = sent.into_parts();
     HOP_BY_HOP.iter().for_each(|name| drop(head.headers.remove(name)));
@@ -155,6 +160,14 @@ async fn whole(body: Body, limit: usize) -> Result<Bytes, ApiError> {
             Some(timeout) => ApiError::BodyTimeout(timeout.to_string()),
             None => ApiError::Malformed(format!("the body broke off: {error}")),
         }),
+    }
+}
+
+/// An error as whoever sent these headers reads it.
+fn refusal(error: ApiError, headers: &HeaderMap) -> Response {
+    match is_grpc(headers) {
+        true => tonic::Status::from(error).into_http(),
+        false => error.into_response(),
     }
 }
 

@@ -1,5 +1,5 @@
 //! A peer's answer on its way to the client: passed on piece by piece as it comes, and ended by an error of its own kind, an
-//! SSE event or a gRPC status, when the peer is lost on the way.
+//! SSE event or a gRPC status, when the peer is lost on the way, or this rank ends before it.
 use std::convert::Infallible;
 use std::sync::Arc;
 
@@ -19,6 +19,7 @@ use super::super::openai::sse::error_event;
 use super::pieces::Pieces;
 use crate::membership::load::Forwarded;
 use crate::membership::peers::PeerName;
+use crate::request::SequenceError;
 
 /// See the module's head.
 pub(super) struct Relay {
@@ -35,7 +36,22 @@ pub(super) struct Relay {
     ended: bool,
     /// Nothing is passed on any more.
     over: bool,
-    _forwarded: Forwarded,
+    forwarded: Forwarded,
+}
+
+/// Why nothing more comes of a peer's answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Broken {
+    /// What became of the peer.
+    Lost(String),
+    /// This rank has no more time for it (`--drain-timeout`).
+    Cut,
+}
+
+impl From<String> for Broken {
+    fn from(why: String) -> Self {
+        Self::Lost(why)
+    }
 }
 
 impl Relay {
@@ -57,18 +73,18 @@ impl Relay {
             ready: None,
             ended: false,
             over: false,
-            _forwarded: forwarded,
+            forwarded,
         }
     }
 
     /// Waits for something to pass on: for all of it, where only that is of use.
     ///
     /// # Errors
-    /// Why there is nothing: the peer is lost, or cannot serve the request now. Another rank may.
-    pub(super) async fn begun(mut self) -> Result<Self, String> {
+    /// Why there is nothing: the peer is lost, or cannot serve the request now, and another rank may; or this one ends.
+    pub(super) async fn begun(mut self) -> Result<Self, Broken> {
         self.ready = self.next().await?;
         match self.ready.as_ref().and_then(Frame::trailers_ref).and_then(unavailable) {
-            Some(why) => Err(why),
+            Some(why) => Err(why.into()),
             None => Ok(self),
         }
     }
@@ -103,15 +119,16 @@ impl Relay {
     /// What comes next of the answer, in whole pieces; `None` at its end.
     ///
     /// # Errors
-    /// What became of the peer.
-    async fn next(&mut self) -> Result<Option<Frame<Bytes>>, String> {
+    /// [`Broken`].
+    async fn next(&mut self) -> Result<Option<Frame<Bytes>>, Broken> {
         if let Some(ready) = self.ready.take() {
             return Ok(Some(ready));
         }
         while !self.ended {
             let frame = tokio::select! {
                 frame = self.from.frame() => frame,
-                () = self.lost.cancelled() => return Err(self.api.peers.silence()),
+                () = self.lost.cancelled() => return Err(self.api.peers.silence().into()),
+                () = self.forwarded.cut() => return Err(Broken::Cut),
             };
             match frame.transpose().map_err(|status| client::words(&status))?.map(Frame::into_data) {
                 Some(Ok(data)) => match self.complete(data) {
@@ -139,17 +156,28 @@ impl Relay {
         self.held.split_to(end).freeze()
     }
 
-    /// The last that the client reads of an answer whose peer is lost.
-    fn broken(&self, why: String) -> Frame<Bytes> {
-        self.api.peers.handle_failure(self.peer, "the answer to a forwarded request broke off", &why);
-        let error = ApiError::PeerLost { peer: self.peer, why };
+    /// The last that the client reads of an answer that does not come to its end.
+    fn broken(&self, why: Broken) -> Frame<Bytes> {
+        let error = match why {
+            Broken::Cut => cut(&self.api),
+            Broken::Lost(why) => {
+                self.api.peers.handle_failure(self.peer, "the answer to a forwarded request broke off", &why);
+                self.api.counts.forwarded("lost");
+                ApiError::PeerLost { peer: self.peer, why }
+            }
+        };
         self.api.counts.failed(error.code());
-        self.api.counts.forwarded("lost");
         match self.pieces {
             Pieces::Events | Pieces::Whole => Frame::data(error_event(&error)),
             Pieces::Messages => Frame::trailers(trailers(&error.into())),
         }
     }
+}
+
+/// What a forwarded request ends with that this rank has no more time for: the same as one that it serves itself.
+pub(super) fn cut(api: &Api) -> ApiError {
+    api.counts.forwarded("cut");
+    SequenceError::ShuttingDown.into()
 }
 
 /// Why the peer cannot serve the request now, where its headers or trailers say so.
