@@ -1,5 +1,6 @@
 //! `MembershipService`: FFN ranks say where they are ([`announced`]), attention ranks tell each other how busy they are
 //! ([`peers`]), so that any of them is an address for all.
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +19,7 @@ pub(crate) mod load;
 pub mod peers;
 
 use crate::api::{FfnPeers, Readiness};
-use announced::{Announced, FORGOTTEN_AFTER};
+use announced::{Announced, Caller, FORGOTTEN_AFTER};
 use peers::Peers;
 
 /// Paths of this service: where there is a join token it guards them, and the API's tokens do not.
@@ -45,6 +46,8 @@ pub struct Membership {
     pub readiness: watch::Receiver<Readiness>,
     /// FFN ranks in use.
     pub ffn_peers: FfnPeers,
+    /// Names, as given or announced, whose FFN ranks are in use.
+    pub used_names: Box<dyn Fn() -> BTreeSet<String> + Send + Sync>,
     /// Shards that the FFN ranks in use divide the layers into; 0 before the first has joined.
     pub shard_count: Box<dyn Fn() -> u32 + Send + Sync>,
 }
@@ -87,7 +90,11 @@ impl MembershipService for Membership {
     ) -> Result<Response<v1::AnnounceResponse>, Status> {
         self.check_token(&request)?;
         // Always known behind a listener of ours.
-        let caller = request.remote_addr().map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |caller| caller.ip());
+        let address = request.remote_addr().map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |caller| caller.ip());
+        let caller = match self.join_token {
+            Some(_) => Caller::Member,
+            None => Caller::Stranger(address),
+        };
         let v1::AnnounceRequest { identity, address, shard, fingerprint } = request.into_inner();
         let announced = self.announced.as_ref().ok_or_else(|| {
             Status::failed_precondition("this attention rank has its FFN in its own process (--ffn local)")
@@ -130,7 +137,7 @@ impl MembershipService for Membership {
         }
         let rank = identity.rank;
         let peer = v1::AnnouncedPeer { identity: Some(identity), address: address.clone(), shard };
-        match announced.handle_announce(peer, caller, Instant::now()) {
+        match announced.handle_announce(peer, caller, &self.used_names, Instant::now()) {
             Err(full) => return Err(Status::resource_exhausted(full.to_string())),
             Ok(true) => tracing::info!(address, rank, "an FFN rank announces itself"),
             Ok(false) => {}

@@ -2,12 +2,13 @@
 //!
 //! A name may stand for several addresses, and for others later (a replacement, a replica): names are resolved again
 //! every few seconds and at once when a rank was lost.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use afd_common::spelling::span;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -57,10 +58,10 @@ pub enum DirectoryError {
         why: String,
     },
     /// Not every shard had a rank in time.
-    #[error("no FFN rank for every shard within {waited_s} s (--join-timeout): {peers}")]
+    #[error("no FFN rank for every shard within {} (--join-timeout): {peers}", span(*.limit))]
     Timeout {
-        /// The limit.
-        waited_s: u64,
+        /// How long it was waited for.
+        limit: Duration,
         /// How each rank stands.
         peers: String,
     },
@@ -117,6 +118,13 @@ impl Directory {
         self.lock_peers().iter().map(|(address, tracked)| (*address, tracked.peer.borrow().clone())).collect()
     }
 
+    /// Names whose ranks are in use.
+    pub fn used_names(&self) -> BTreeSet<String> {
+        let peers = self.lock_peers();
+        let used = peers.values().filter(|tracked| tracked.peer.borrow().in_use().is_some());
+        used.map(|tracked| tracked.name.clone()).collect()
+    }
+
     /// Ends the tasks of addresses that no name stands for any more, unless the rank there is in use: it may outlive its
     /// entry. While a name cannot be resolved nothing is known, and nothing is forgotten.
     fn forget_all_but(&self, found: &BTreeMap<SocketAddr, String>) {
@@ -157,13 +165,13 @@ impl Directory {
             }
             let waited = begun.elapsed();
             if waited >= limit {
-                return Err(DirectoryError::Timeout { waited_s: limit.as_secs(), peers: self.describe() });
+                return Err(DirectoryError::Timeout { limit, peers: self.describe() });
             }
             if waited >= next_word {
                 next_word += WORD_EVERY;
                 tracing::info!(
                     waited_s = waited.as_secs(),
-                    gives_up_after_s = limit.as_secs(),
+                    gives_up_after_s = limit.as_secs_f64(),
                     option = "--join-timeout",
                     "waiting for FFN ranks: {}",
                     self.describe()
@@ -197,6 +205,7 @@ impl Directory {
         let (peers, unresolved) = (self.peers(), self.lock_unresolved());
         say(&Standing {
             peers: &peers,
+            is_named: !self.names.is_empty(),
             unresolved: &unresolved,
             shard_count: self.shard_count(),
             started: self.shared.started,

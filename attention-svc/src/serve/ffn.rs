@@ -1,4 +1,5 @@
 //! The way to the FFN as the options say: ranks of its own behind `--ffn`, or an engine in this process.
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -169,6 +170,17 @@ impl Running {
         match self {
             Self::Remote { directory, .. } => Some(Arc::clone(directory.announced())),
             Self::Local { .. } | Self::OnDevice => None,
+        }
+    }
+
+    /// Tells the names, of `--ffn` or announced, whose ranks are in use.
+    pub(super) fn used_names(&self) -> Box<dyn Fn() -> BTreeSet<String> + Send + Sync> {
+        match self {
+            Self::Local { .. } | Self::OnDevice => Box::new(BTreeSet::new),
+            Self::Remote { directory, .. } => {
+                let directory = Arc::clone(directory);
+                Box::new(move || directory.used_names())
+            }
         }
     }
 

@@ -124,6 +124,8 @@ impl ServeError {
     /// With the checkpoint's folder, where that is what it is about.
     fn of(self, folder: &Path) -> Self {
         match self {
+            // Of an option, and not of the checkpoint.
+            Self::Model(ModelError::CacheMemory { .. } | ModelError::Threads(_)) => self,
             Self::Config(_) | Self::Weights(_) | Self::Model(_) | Self::Text(_) | Self::Generation(_) => {
                 Self::Checkpoint { folder: folder.display().to_string(), source: Box::new(self) }
             }
@@ -244,6 +246,7 @@ impl Server {
             fingerprint,
             readiness: readiness.subscribe(),
             ffn_peers: ffn.peers(),
+            used_names: ffn.used_names(),
             shard_count: ffn.shard_count(),
         };
         let routes = tonic::service::Routes::new(membership.service());
