@@ -103,7 +103,7 @@ impl Server {
         let draining = async {
             let _ = asked_to_drain.wait_for(Option::is_some).await;
             // A drain that a peer asked for does not end the process: that is for whoever started it.
-            self.health.set(Phase::Draining);
+            self.health.set(Phase::Closed);
             std::future::pending::<Infallible>().await
         };
         let ended = tokio::select! {

@@ -26,7 +26,7 @@ pub enum ModelError {
         what: String,
     },
     /// There is no memory for the cache.
-    #[error("allocating the KV cache (--kv-cache-memory): {source}")]
+    #[error("allocating the KV cache (--kv-cache-memory, --kv-cache-blocks): {source}")]
     CacheMemory {
         /// The system's words.
         source: afd_ffi::FfiError,

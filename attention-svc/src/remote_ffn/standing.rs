@@ -15,6 +15,8 @@ use super::roster::TWICE;
 pub struct Standing<'a> {
     /// By address.
     pub peers: &'a [(SocketAddr, Peer)],
+    /// Whether there are names to look at (`--ffn`), or only those that announce themselves.
+    pub is_named: bool,
     /// Names that could not be resolved, and why.
     pub unresolved: &'a BTreeMap<String, String>,
     /// Shards of the deployment; 0 before the first rank has joined.
@@ -72,7 +74,13 @@ impl Standing<'_> {
 
     fn missing(&self) -> String {
         if self.shard_count == 0 {
-            return format!("no FFN rank has joined, for {}", span(self.now - self.started));
+            let waited = span(self.now - self.started);
+            return match self.is_named || !self.peers.is_empty() {
+                true => format!("no FFN rank has joined, for {waited}"),
+                false => {
+                    format!("no FFN rank has announced itself here, for {waited} (ffn-svc --announce)")
+                }
+            };
         }
         let shards = (0..self.shard_count).filter_map(|index| Shard::new(index, self.shard_count));
         let missing = shards.filter_map(|shard| self.missing_for(shard).map(|gone| (shard, gone)));
@@ -179,7 +187,8 @@ mod tests {
         let peers: Vec<_> = peers.iter().cloned().enumerate().map(|(n, peer)| (address(n), peer)).collect();
         let unresolved = BTreeMap::from([("ffn-9:1".to_owned(), "no such host".to_owned())]);
         let now = started + Duration::from_millis(after_ms);
-        Standing { peers: &peers, unresolved: &unresolved, shard_count, started, now }.sentence()
+        Standing { peers: &peers, is_named: true, unresolved: &unresolved, shard_count, started, now }
+            .sentence()
     }
 
     #[test]
@@ -269,7 +278,8 @@ mod tests {
         let names = names.map(|(port, name)| (at(port), name.to_owned())).into();
         let unresolved = BTreeMap::from([("ffn-9:1".to_owned(), "no such host".to_owned())]);
         let now = started + Duration::from_secs(2);
-        let standing = Standing { peers: &peers, unresolved: &unresolved, shard_count: 2, started, now };
+        let standing =
+            Standing { peers: &peers, is_named: true, unresolved: &unresolved, shard_count: 2, started, now };
         let absent = standing.absent(&names);
         let addresses: Vec<_> = absent.iter().map(|(address, _)| address.as_str()).collect();
         assert_eq!(addresses, ["10.0.0.1:2", "10.0.0.1:4", "ffn-9:1"]);
@@ -320,5 +330,14 @@ mod tests {
             ),
             "{said}"
         );
+    }
+    #[test]
+    fn where_nobody_is_named_the_option_is_by_which_they_come() {
+        let (started, unresolved) = (Instant::now(), BTreeMap::new());
+        let now = started + Duration::from_secs(2);
+        let nobody =
+            Standing { peers: &[], is_named: false, unresolved: &unresolved, shard_count: 0, started, now };
+        let expected = "no FFN rank has announced itself here, for 2.0 s (ffn-svc --announce)";
+        assert_eq!(nobody.sentence(), expected);
     }
 }

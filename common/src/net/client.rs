@@ -148,10 +148,25 @@ pub fn words(status: &tonic::Status) -> String {
     // Only what was not sent by the other side has a source.
     match status.source().map(io_cause) {
         Some(Some(cause)) => format!("the connection broke: {cause}"),
-        Some(None) => "the connection broke".into(),
+        Some(None) if status.source().is_some_and(went_silent) => {
+            "the connection broke: pings were not answered".into()
+        }
+        Some(None) => "the connection broke: the other side ended it".into(),
         None if status.message().is_empty() => status.code().description().to_lowercase(),
         None => status.message().to_owned(),
     }
+}
+
+/// Whether a connection was given up because nothing came of it any more.
+fn went_silent(error: &(dyn Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if error.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_timeout) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
 }
 
 /// The system's word for what happened, or TLS's.
@@ -198,7 +213,8 @@ mod tests {
         let channel = endpoint.connect_with_connector(dial).await.unwrap();
         let mut health = HealthClient::new(channel);
         let answer = tokio::time::timeout(100 * every, health.check(HealthCheckRequest::default())).await;
-        assert!(answer.expect("a peer that answers no ping is still waited for").is_err());
+        let status = answer.expect("a peer that answers no ping is still waited for").unwrap_err();
+        assert_eq!(words(&status), "the connection broke: pings were not answered");
         mute.abort();
     }
 
@@ -228,7 +244,7 @@ mod tests {
         let broken = tonic::Status::from_error(Box::new(reset));
         assert_eq!(words(&broken), "the connection broke: Connection reset by peer (os error 104)");
         let other = tonic::Status::from_error("h2 protocol error: stream no longer needed".into());
-        assert_eq!(words(&other), "the connection broke");
+        assert_eq!(words(&other), "the connection broke: the other side ended it");
     }
 
     #[test]

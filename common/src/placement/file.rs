@@ -73,7 +73,8 @@ impl PlacementFile {
             let what = match name.parse::<usize>() {
                 // "07" would never be looked up.
                 Ok(layer) if layer.to_string() == *name && config.moe(layer).is_some() => continue,
-                Ok(layer) if layer < config.num_layers() => "is dense, or not written plainly".to_owned(),
+                Ok(layer) if layer.to_string() != *name => format!("is not written plainly: `{layer}`"),
+                Ok(layer) if layer < config.num_layers() => "is a dense layer of this model".to_owned(),
                 _ => format!("is no layer; the model has {}", config.num_layers()),
             };
             return Err(PlacementError::Layer { layer: name.clone(), what });

@@ -12,7 +12,9 @@ pub enum Phase {
     Loading,
     /// Sessions are welcome.
     Ready,
-    /// What is queued is finished, nobody new is let in.
+    /// A caller of `Drain` said so: who has joined may go on, nobody new is let in, and the process stays.
+    Closed,
+    /// It is ending: what is queued is finished, nobody new is let in.
     Draining,
     /// The engine thread is gone: these are its words.
     Dead(String),
@@ -34,6 +36,10 @@ impl Phase {
         let (word, reason) = match self {
             Self::Loading => ("loading", Some("weights are being loaded".into())),
             Self::Ready => ("ready", None),
+            Self::Closed => {
+                let why = "it was told to take nothing new (Drain), and lets nobody new in until it is started anew";
+                ("draining", Some(why.into()))
+            }
             Self::Draining => {
                 let why = "it is ending: what is queued is finished, nobody new is let in (--drain-timeout)";
                 ("draining", Some(why.into()))

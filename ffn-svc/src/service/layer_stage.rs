@@ -119,9 +119,14 @@ fn side_tensors(side: SideKind) -> v1::SideTensors {
 }
 
 /// The call as the dispatch frame that a link would carry. Whether it fits its layer is the engine's to say, in the same
-/// words as for every other hop; here every tensor must be what it claims to be.
+/// words as for every other hop; here every tensor must be what it claims to be, and the layer a number that a frame can
+/// have.
 fn dispatch(spec: &StageSpec, request: v1::RunStageRequest) -> Result<(FrameHeader, Bytes), Status> {
-    let layer = u16::try_from(request.layer).unwrap_or(u16::MAX);
+    let Ok(layer) = u16::try_from(request.layer) else {
+        let (found, num_layers) = (request.layer, spec.layers.len());
+        let what = format!("layer {found} is out of range: the model has {num_layers} layers");
+        return Err(Status::invalid_argument(what));
+    };
     let rows = request.hidden_states.ok_or_else(|| wrong("hidden_states", "missing".into()))?;
     let (num_rows, columns) = check_tensor("hidden_states", &rows)?;
     let dtype = match rows.dtype() {
@@ -211,6 +216,7 @@ fn wrong(field: &str, what: String) -> Status {
 mod tests {
     use afd_common::identity::SharedExpertPlacement;
     use afd_common::ids::Shard;
+    use tonic::Code;
 
     use super::*;
 
@@ -248,8 +254,13 @@ mod tests {
             (3, 2, SideKind::TopK, 2)
         );
         assert_eq!(header.expected_body_bytes(), Some(body.len() as u64));
-        let (header, _) = dispatch(&spec(), request(70_000, Vec::new())).unwrap();
-        assert_eq!(header.hop.layer, LayerIdx(u16::MAX), "for the engine to refuse");
+        let (header, _) = dispatch(&spec(), request(3, Vec::new())).unwrap();
+        assert_eq!(header.hop.layer, LayerIdx(3), "for the engine to refuse");
+        for layer in [65_536, u32::MAX] {
+            let refused = dispatch(&spec(), request(layer, Vec::new())).unwrap_err();
+            let expected = format!("layer {layer} is out of range: the model has 3 layers");
+            assert_eq!((refused.code(), refused.message()), (Code::InvalidArgument, &*expected));
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use afd_common::frame::FrameHeader;
 use afd_common::ids::{HopKey, StageIdx, StepId};
-use afd_common::link::{Doorbell, HopLink, InFrame};
+use afd_common::link::{Doorbell, HopLink, InFrame, LinkError};
 use bytes::Bytes;
 use crossbeam_channel::{Receiver, TryRecvError};
 use tokio::sync::oneshot;
@@ -226,7 +226,13 @@ impl<M: StageModel> Worker<M> {
             match self.sources[at].link.poll_recv() {
                 Ok(Some(frame)) => self.queue_hop(self.sources[at].id, Origin::Link(frame)),
                 Ok(None) => at += 1,
-                Err(end) => self.drop_source(at, &end.to_string()),
+                Err(end) => {
+                    if let LinkError::Corrupt { peer, what } = &end {
+                        // The peer sees no more than that the link ends.
+                        tracing::warn!(peer, what, "a frame came damaged: the link is given up");
+                    }
+                    self.drop_source(at, &end.to_string());
+                }
             }
         }
     }
