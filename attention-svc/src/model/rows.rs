@@ -2,7 +2,7 @@
 //! operations on any other device. Both compute in f32 and round once.
 use afd_common::weights::{WeightError, Weights};
 use afd_ffi::cpu_attention::{CacheView, paged_attention};
-use afd_ffi::cpu_rows::{self, GqaShape, Pairing, QkNorms};
+use afd_ffi::cpu_rows::{self, GqaRows, GqaShape, MlaRows, Pairing, QkNorms};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::device_rows::DeviceRows;
@@ -71,7 +71,8 @@ pub(super) fn gqa_rows(
 ) -> Result<(), RowsError> {
     let Some(rows) = &stage.on_device else {
         let norms = norms.map(|n| QkNorms { query: &n.query.numbers, key: &n.key.numbers, eps: n.eps });
-        cpu_rows::gqa_rows(qkv, shape, norms, clip, &stage.rope(rope), &stage.slots, keys, values)?;
+        let rules = GqaRows { shape, norms, clip, rope: stage.rope(rope), slots: &stage.slots };
+        cpu_rows::gqa_rows(qkv, &rules, keys, values)?;
         return Ok(());
     };
     let GqaShape { num_heads, num_kv_heads, head_dim } = shape;
@@ -113,7 +114,8 @@ pub(super) fn mla_rows(
 ) -> Result<(), RowsError> {
     let Some(rows) = &stage.on_device else {
         let angles = stage.rope(rope);
-        cpu_rows::mla_rows(queries, latents, &norm.numbers, eps, &angles, &stage.slots, cache)?;
+        let rules = MlaRows { norm: &norm.numbers, eps, rope: angles, slots: &stage.slots };
+        cpu_rows::mla_rows(queries, latents, &rules, cache)?;
         return Ok(());
     };
     let (latent, dim) = (norm.len(), rope.dim as i64);

@@ -27,43 +27,43 @@ pub struct GqaShape {
     pub head_dim: usize,
 }
 
+/// What happens to the rows of a stage.
+#[derive(Clone, Copy)]
+pub struct GqaRows<'a> {
+    /// Heads of a row.
+    pub shape: GqaShape,
+    /// None: queries and keys are not normed.
+    pub norms: Option<QkNorms<'a>>,
+    /// Most that an element of a row may be, either way.
+    pub clip: Option<f64>,
+    /// How the heads of each row turn.
+    pub rope: RopeRows<'a>,
+    /// `[num_rows]`: where in the cache each row goes.
+    pub slots: &'a [i64],
+}
+
 /// Norms, clips and turns the queries and keys of `qkv` (`[num_rows, (num_heads + 2 num_kv_heads) * head_dim]`,
 /// contiguous: queries, keys, values) in place, and copies keys and values into their slots of the cache
 /// (`[num_blocks, block_size, num_kv_heads, head_dim]`). The first `2 * half` elements of a head turn, up to all.
 ///
 /// # Errors
 /// [`ShapeError`] when something does not fit; nothing was written then.
-#[allow(clippy::too_many_arguments)] // One equation's terms; a struct would only rename them.
-pub fn gqa_rows(
-    qkv: &Tensor,
-    shape: GqaShape,
-    norms: Option<QkNorms<'_>>,
-    clip: Option<f64>,
-    rope: &RopeRows<'_>,
-    slots: &[i64],
-    keys: &Tensor,
-    values: &Tensor,
-) -> Result<(), ShapeError> {
+pub fn gqa_rows(qkv: &Tensor, rules: &GqaRows<'_>, keys: &Tensor, values: &Tensor) -> Result<(), ShapeError> {
     match qkv.kind() {
-        Kind::Float => gqa::<f32>(Kind::Float, qkv, shape, norms, clip, rope, slots, keys, values),
-        Kind::BFloat16 => gqa::<Bf16>(Kind::BFloat16, qkv, shape, norms, clip, rope, slots, keys, values),
+        Kind::Float => gqa::<f32>(Kind::Float, qkv, rules, keys, values),
+        Kind::BFloat16 => gqa::<Bf16>(Kind::BFloat16, qkv, rules, keys, values),
         other => Err(ShapeError(format!("rows of {other:?}; f32 and bf16 are served"))),
     }
 }
 
-#[allow(clippy::too_many_arguments)]
 fn gqa<E: Element>(
     kind: Kind,
     qkv: &Tensor,
-    shape: GqaShape,
-    norms: Option<QkNorms<'_>>,
-    clip: Option<f64>,
-    rope: &RopeRows<'_>,
-    slots: &[i64],
+    rules: &GqaRows<'_>,
     keys: &Tensor,
     values: &Tensor,
 ) -> Result<(), ShapeError> {
-    let GqaShape { num_heads, num_kv_heads, head_dim } = shape;
+    let GqaRows { shape: GqaShape { num_heads, num_kv_heads, head_dim }, norms, rope, slots, .. } = *rules;
     let (q_len, kv_len) = (num_heads * head_dim, num_kv_heads * head_dim);
     let rows = Rows3::<E>::new("qkv", &unsqueezed("qkv", qkv)?, kind)?;
     ensure!(rows.len == q_len + 2 * kv_len, "qkv rows of {}, expected {}", rows.len, q_len + 2 * kv_len);
@@ -81,7 +81,7 @@ fn gqa<E: Element>(
     let mut keys = Slots::<E>::new("keys", keys, kind, kv_len, slots, rows.rows)?;
     let mut values = Slots::<E>::new("values", values, kind, kv_len, slots, rows.rows)?;
     // SAFETY: everything was compared above.
-    unsafe { gqa_each(Isa::best(), &rows, shape, norms, clip, rope, slots, &mut keys, &mut values) };
+    unsafe { gqa_each(Isa::best(), &rows, rules, &mut keys, &mut values) };
     Ok(())
 }
 
@@ -90,11 +90,7 @@ for_each_isa! {
     /// The arguments are [`gqa`]'s, which has checked them against one another; nothing else refers to the rows.
     fn gqa_each(
         rows: &Rows3<E>,
-        shape: GqaShape,
-        norms: Option<QkNorms<'_>>,
-        clip: Option<f64>,
-        rope: &RopeRows<'_>,
-        slots: &[i64],
+        rules: &GqaRows<'_>,
         keys: &mut Slots<E>,
         values: &mut Slots<E>,
     ) = gqa_each_with
@@ -103,18 +99,13 @@ for_each_isa! {
 /// # Safety
 /// As for [`gqa_each`].
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 unsafe fn gqa_each_with<S: Simd, E: Element>(
     rows: &Rows3<E>,
-    shape: GqaShape,
-    norms: Option<QkNorms<'_>>,
-    clip: Option<f64>,
-    rope: &RopeRows<'_>,
-    slots: &[i64],
+    rules: &GqaRows<'_>,
     keys: &mut Slots<E>,
     values: &mut Slots<E>,
 ) {
-    let GqaShape { num_heads, num_kv_heads, head_dim } = shape;
+    let GqaRows { shape: GqaShape { num_heads, num_kv_heads, head_dim }, norms, clip, rope, slots } = *rules;
     let (q_len, kv_len) = (num_heads * head_dim, num_kv_heads * head_dim);
     let mut scratch = vec![0.0f32; rows.len];
     for (row, &slot) in slots.iter().enumerate() {

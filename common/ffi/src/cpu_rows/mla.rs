@@ -5,6 +5,19 @@ use super::{RopeRows, Slots, load, rms_norm_in_place, store, unsqueezed};
 use crate::cpu_attention::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
 use crate::cpu_attention::{Rows3, ShapeError, ensure};
 
+/// What happens to the rows of a stage.
+#[derive(Clone, Copy)]
+pub struct MlaRows<'a> {
+    /// `[kv_lora_rank]`: the weight of the latents' norm.
+    pub norm: &'a [f32],
+    /// Added to the mean of the squares.
+    pub eps: f64,
+    /// How each row turns.
+    pub rope: RopeRows<'a>,
+    /// `[num_rows]`: where in the cache each row goes.
+    pub slots: &'a [i64],
+}
+
 /// Turns the last `2 * half` elements of each query head (`[num_rows, num_heads, head_dim]`) in place, and writes
 /// each row's cache entry into its slot: the normed first part of `latent` (`[num_rows, kv_lora_rank + 2 * half]`) and
 /// its turned rest. The cache is `[num_blocks, block_size, kv_lora_rank + 2 * half]`.
@@ -14,30 +27,24 @@ use crate::cpu_attention::{Rows3, ShapeError, ensure};
 pub fn mla_rows(
     queries: &Tensor,
     latent: &Tensor,
-    norm: &[f32],
-    eps: f64,
-    rope: &RopeRows<'_>,
-    slots: &[i64],
+    rules: &MlaRows<'_>,
     cache: &Tensor,
 ) -> Result<(), ShapeError> {
     match queries.kind() {
-        Kind::Float => mla::<f32>(Kind::Float, queries, latent, norm, eps, rope, slots, cache),
-        Kind::BFloat16 => mla::<Bf16>(Kind::BFloat16, queries, latent, norm, eps, rope, slots, cache),
+        Kind::Float => mla::<f32>(Kind::Float, queries, latent, rules, cache),
+        Kind::BFloat16 => mla::<Bf16>(Kind::BFloat16, queries, latent, rules, cache),
         other => Err(ShapeError(format!("rows of {other:?}; f32 and bf16 are served"))),
     }
 }
 
-#[allow(clippy::too_many_arguments)]
 fn mla<E: Element>(
     kind: Kind,
     queries: &Tensor,
     latent: &Tensor,
-    norm: &[f32],
-    eps: f64,
-    rope: &RopeRows<'_>,
-    slots: &[i64],
+    rules: &MlaRows<'_>,
     cache: &Tensor,
 ) -> Result<(), ShapeError> {
+    let MlaRows { norm, rope, slots, .. } = *rules;
     let turned = 2 * rope.half;
     let rows = Rows3::<E>::new("latent", &unsqueezed("latent", latent)?, kind)?;
     let queries = Rows3::<E>::new("queries", queries, kind)?;
@@ -53,7 +60,7 @@ fn mla<E: Element>(
     rope.check(rows.rows, turned)?;
     let mut cache = Slots::<E>::new("cache", cache, kind, rows.len, slots, rows.rows)?;
     // SAFETY: everything was compared above.
-    unsafe { mla_each(Isa::best(), &queries, &rows, norm, eps, rope, slots, &mut cache) };
+    unsafe { mla_each(Isa::best(), &queries, &rows, rules, &mut cache) };
     Ok(())
 }
 
@@ -63,10 +70,7 @@ for_each_isa! {
     fn mla_each(
         queries: &Rows3<E>,
         rows: &Rows3<E>,
-        norm: &[f32],
-        eps: f64,
-        rope: &RopeRows<'_>,
-        slots: &[i64],
+        rules: &MlaRows<'_>,
         cache: &mut Slots<E>,
     ) = mla_each_with
 }
@@ -74,16 +78,13 @@ for_each_isa! {
 /// # Safety
 /// As for [`mla_each`].
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 unsafe fn mla_each_with<S: Simd, E: Element>(
     queries: &Rows3<E>,
     rows: &Rows3<E>,
-    norm: &[f32],
-    eps: f64,
-    rope: &RopeRows<'_>,
-    slots: &[i64],
+    rules: &MlaRows<'_>,
     cache: &mut Slots<E>,
 ) {
+    let MlaRows { norm, eps, rope, slots } = *rules;
     let turned = 2 * rope.half;
     let mut scratch = vec![0.0f32; rows.len];
     for (row, &slot) in slots.iter().enumerate() {

@@ -11,8 +11,8 @@ mod tests;
 
 use tch::{Kind, Tensor};
 
-pub use self::gqa::{GqaShape, QkNorms, gqa_rows};
-pub use self::mla::mla_rows;
+pub use self::gqa::{GqaRows, GqaShape, QkNorms, gqa_rows};
+pub use self::mla::{MlaRows, mla_rows};
 
 use crate::cpu_attention::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
 use crate::cpu_attention::{Rows3, ShapeError, check_cpu, ensure};

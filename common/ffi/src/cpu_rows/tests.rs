@@ -1,7 +1,7 @@
 //! Rows beside values worked out by hand.
 use tch::{Device, Kind, Tensor};
 
-use super::{GqaShape, Pairing, QkNorms, RopeRows, gqa_rows, mla_rows};
+use super::{GqaRows, GqaShape, MlaRows, Pairing, QkNorms, RopeRows, gqa_rows, mla_rows};
 
 fn numbers(x: &Tensor) -> Vec<f32> {
     Vec::try_from(x.to_kind(Kind::Float).contiguous().view(-1)).unwrap()
@@ -33,7 +33,8 @@ fn keys_and_values_land_in_their_slots_normed_clipped_and_turned() {
         let values = keys.zeros_like();
         let norms = QkNorms { query: &[1.0, 2.0], key: &[1.0, 1.0], eps: 0.0 };
         let rope = RopeRows { cos: &[0.0], sin: &[1.0], half: 1, pairing: Pairing::Halves };
-        gqa_rows(&qkv, shape, Some(norms), Some(1.0), &rope, &[4], &keys, &values).unwrap();
+        let rules = GqaRows { shape, norms: Some(norms), clip: Some(1.0), rope, slots: &[4] };
+        gqa_rows(&qkv, &rules, &keys, &values).unwrap();
         let r = 12.5f32.sqrt();
         // Each head over its root mean square, times its weight, clipped to 1, then turned by a quarter.
         let expected = [-1.0, 3.0 / r, -1.0, 0.0, -1.0, 6.0 / (2.0 * r), 1.0, -1.0];
@@ -44,7 +45,8 @@ fn keys_and_values_land_in_their_slots_normed_clipped_and_turned() {
         assert_eq!(slot(&keys, 4), numbers(&qkv)[4..6]);
         assert_eq!(slot(&values, 4), [1.0, -1.0]);
         assert!((0..6).filter(|s| *s != 4).all(|s| slot(&keys, s) == [0.0, 0.0]));
-        let refused = gqa_rows(&qkv, shape, None, None, &rope, &[6], &keys, &values).unwrap_err();
+        let beyond = GqaRows { norms: None, clip: None, slots: &[6], ..rules };
+        let refused = gqa_rows(&qkv, &beyond, &keys, &values).unwrap_err();
         assert_eq!(refused.to_string(), "keys: slot 6 of 6");
     });
 }
@@ -58,7 +60,8 @@ fn a_latent_row_is_normed_turned_and_cached_and_left_alone() {
             let queries = joined.narrow(1, 0, 4).view([1, 1, 4]);
             let cache = Tensor::zeros([1, 2, 4], (kind, Device::Cpu));
             let rope = RopeRows { cos: &[0.0], sin: &[1.0], half: 1, pairing: Pairing::Neighbours };
-            mla_rows(&queries, &joined.narrow(1, 4, 4), &[2.0, 2.0], 0.0, &rope, &[1], &cache).unwrap();
+            let rules = MlaRows { norm: &[2.0, 2.0], eps: 0.0, rope, slots: &[1] };
+            mla_rows(&queries, &joined.narrow(1, 4, 4), &rules, &cache).unwrap();
             assert_eq!(numbers(&joined), [1.0, 2.0, -4.0, 3.0, 3.0, 4.0, 5.0, 6.0]);
             let r = 12.5f32.sqrt();
             for (a, b) in numbers(&cache.view([2, 4]).get(1)).iter().zip([6.0 / r, 8.0 / r, -6.0, 5.0]) {
