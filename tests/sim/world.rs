@@ -2,29 +2,28 @@
 //! machines, the network between them. Nothing happens but what is in the queue of events, in the order of their times.
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use afd_common::frame::RowType;
-use afd_common::ids::{Epoch, HopKey, Shard, StepId};
+use afd_common::ids::{Epoch, Shard, StepId};
+use afd_common::link::Doorbell;
 use afd_common::link::bare;
-use afd_common::link::{Doorbell, Limits, LinkKind};
-use afd_common::proto::v1;
-use attention_svc::remote_ffn::edge::{Edge, EdgeEvent};
-use attention_svc::remote_ffn::hop_table::EdgeId;
-use attention_svc::remote_ffn::life::{EdgeControl, Life};
-use attention_svc::remote_ffn::roster::{self, Roster};
-use tokio::sync::mpsc;
+use attention_svc::remote_ffn::edge::EdgeEvent;
+use attention_svc::remote_ffn::roster::Roster;
 
 use crate::dice::Dice;
-use crate::faults::{Faults, Mishap};
-use crate::ffn::{MAX_ROWS, Process};
-use crate::model::{HIDDEN, SimModel, TOP_K};
+use crate::faults::Faults;
+use crate::ffn::Process;
 use crate::neighbour::{Neighbour, Wants};
 use crate::network::{Arrival, Link, Network, To};
 
+mod control;
+mod event;
+mod processes;
+
+use control::{Control, limits};
+use event::Event;
+
 pub(crate) const LEASE: Duration = Duration::from_millis(300);
-const PLAN_QUEUE: usize = 16;
 
 /// Sizes of a deployment.
 #[derive(Clone, Copy, Debug)]
@@ -37,67 +36,6 @@ pub(crate) struct Shape {
     pub(crate) is_routed: bool,
 }
 
-enum Event {
-    Arrive {
-        link: usize,
-        to: To,
-        bytes: Vec<u8>,
-    },
-    /// An FFN engine looks at its links.
-    Turn {
-        rank: usize,
-    },
-    /// A control task tries to join.
-    Connect {
-        rank: usize,
-    },
-    Plan {
-        rank: usize,
-        incarnation: u64,
-        tag: u64,
-        plan: v1::steps_request::Message,
-    },
-    /// A control task and its rank hear of each other, if they can.
-    Beat {
-        rank: usize,
-        edge: EdgeId,
-    },
-    /// An FFN process looks for leases that are over.
-    Expire {
-        rank: usize,
-        incarnation: u64,
-    },
-    /// A rank hears that a control stream has ended.
-    Hangup {
-        rank: usize,
-        incarnation: u64,
-        tag: u64,
-    },
-    /// The attention rank hears that a process is gone.
-    Reset {
-        link: usize,
-    },
-    Neighbour {
-        rank: usize,
-        incarnation: u64,
-    },
-    Mishap(Mishap),
-    Continue {
-        rank: usize,
-    },
-    Heal {
-        rank: usize,
-    },
-    /// A process that drains ends.
-    Leave {
-        rank: usize,
-        down_us: u64,
-    },
-    Restart {
-        rank: usize,
-    },
-}
-
 struct Rank {
     address: SocketAddr,
     shard: Shard,
@@ -108,20 +46,6 @@ struct Rank {
     /// Cut directions.
     to_ffn_cut: bool,
     to_attention_cut: bool,
-}
-
-/// A session as the control task holds it.
-struct Control {
-    edge: EdgeId,
-    link: usize,
-    tag: u64,
-    process: roster::Process,
-    incarnation: u64,
-    plans: mpsc::Receiver<v1::steps_request::Message>,
-    abandoned: mpsc::Receiver<String>,
-    life: Arc<Life>,
-    heard_us: u64,
-    last_begun: Option<HopKey>,
 }
 
 /// See the module's head.
@@ -387,205 +311,6 @@ impl World {
         !to_ffn_cut && !to_attention_cut && process.as_ref().is_some_and(|process| !process.is_stopped)
     }
 
-    // ---- processes come and go
-
-    fn start(&mut self, rank: usize) {
-        let Shape { num_layers, num_stages, is_routed, .. } = self.shape;
-        let at = &mut self.ranks[rank];
-        let incarnation = at.next_incarnation;
-        at.next_incarnation += 1;
-        at.process = Some(Process::start(
-            SimModel { shard: at.shard, num_layers, is_routed },
-            num_stages.into(),
-            incarnation,
-        ));
-        self.tell(format_args!("F{rank} starts, incarnation {incarnation}"));
-        self.after(LEASE.as_micros() as u64 / 4, Event::Expire { rank, incarnation });
-        let after = self.dice.between(0, 2000);
-        self.after(after, Event::Neighbour { rank, incarnation });
-    }
-
-    /// The process is gone from one moment to the next; its peers hear of it when the network lets them.
-    fn crash(&mut self, rank: usize) {
-        self.ranks[rank].process = None;
-        self.ranks[rank].neighbour = None;
-        let mut orphans = Vec::new();
-        for (at, link) in self.network.links.iter_mut().enumerate() {
-            if link.rank == rank && !link.is_orphan {
-                link.is_orphan = true;
-                orphans.push(at);
-            }
-        }
-        let is_cut = self.ranks[rank].to_attention_cut;
-        for link in orphans {
-            if !is_cut {
-                let after = self.dice.between(20, 400);
-                self.after(after, Event::Reset { link });
-            }
-        }
-    }
-
-    fn befall(&mut self, mishap: Mishap) {
-        self.tell(format_args!("{mishap:?}"));
-        match mishap {
-            Mishap::Crash { rank, down_us } => {
-                if self.ranks[rank].process.is_some() {
-                    self.crash(rank);
-                    self.after(down_us, Event::Restart { rank });
-                }
-            }
-            Mishap::Stop { rank, for_us } => {
-                if let Some(process) = &mut self.ranks[rank].process {
-                    process.is_stopped = true;
-                    self.after(for_us, Event::Continue { rank });
-                }
-            }
-            Mishap::Cut { rank } => {
-                if let Some(control) = &self.ranks[rank].control {
-                    let link = &self.network.links[control.link];
-                    link.attention.cut("the connection broke");
-                    link.ffn.cut("the connection broke");
-                    self.after(10, Event::Turn { rank });
-                }
-            }
-            Mishap::Partition { rank, to_ffn, to_attention, for_us } => {
-                self.ranks[rank].to_ffn_cut |= to_ffn;
-                self.ranks[rank].to_attention_cut |= to_attention;
-                self.after(for_us, Event::Heal { rank });
-            }
-            Mishap::Drain { rank, grace_us, down_us } => {
-                if let Some(process) = &mut self.ranks[rank].process {
-                    process.is_draining = true;
-                    self.after(grace_us, Event::Leave { rank, down_us });
-                    if let Some(control) = self.ranks[rank].control.as_ref()
-                        && self.is_reachable(rank)
-                    {
-                        let id = control.edge;
-                        self.send_event(EdgeEvent::Draining { id });
-                    }
-                }
-            }
-        }
-    }
-
-    // ---- the control plane
-
-    fn send_event(&self, event: EdgeEvent) {
-        // The port may have ended already.
-        let _ = self.events.send(event);
-        self.bell.ring();
-    }
-
-    fn connect(&mut self, rank: usize) {
-        if self.is_over || self.ranks[rank].control.is_some() {
-            return;
-        }
-        let joined = if self.is_reachable(rank) { self.join(rank) } else { Err("not there".to_owned()) };
-        if let Err(why) = joined {
-            self.tell(format_args!("F{rank} is not joined: {why}"));
-            let after = self.dice.between(1_000, 20_000);
-            self.after(after, Event::Connect { rank });
-        }
-    }
-
-    fn join(&mut self, rank: usize) -> Result<(), String> {
-        let role = v1::Role::Attention.into();
-        let identity = v1::Identity { deployment: "sim".into(), role, rank: 0, incarnation: 1 };
-        let (now, now_us, credits) = (self.now(), self.now_us, self.shape.num_stages.into());
-        let at = &mut self.ranks[rank];
-        let process = at.process.as_mut().filter(|process| !process.is_draining).ok_or("it drains")?;
-        let tag = process.join(&identity, now, LEASE).map_err(|error| error.to_string())?;
-        let incarnation = process.incarnation;
-        let own = v1::Identity {
-            deployment: "sim".into(),
-            role: v1::Role::Ffn.into(),
-            rank: rank as u32,
-            incarnation,
-        };
-        let seat = roster::Process::of(&own);
-        self.roster.seat(&seat, at.address).map_err(|error| error.to_string())?;
-        let limits = limits(rank, Epoch(process.mint_epoch()), credits);
-        let (near, attention) = bare::end(limits.clone(), self.bell.clone());
-        let (far, ffn) = bare::end(limits, process.bell());
-        process.adopt(Box::new(far), Some(tag));
-        let link = self.network.links.len();
-        self.network.links.push(Link { rank, shard: Some(at.shard), attention, ffn, is_orphan: false });
-        let edge = EdgeId(self.next_edge);
-        self.next_edge += 1;
-        let (plan_sender, plans) = mpsc::channel(PLAN_QUEUE);
-        let (abandon, abandoned) = mpsc::channel(1);
-        let life = Arc::new(Life::new(self.base));
-        let up = Edge {
-            id: edge,
-            peer: format!("F{rank}.{incarnation}").into(),
-            shard: at.shard,
-            combine_dtype: RowType::F32,
-            link: Box::new(near),
-            control: Some(EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) }),
-            hop_seconds: None,
-            warm_up: None,
-            draining: false,
-        };
-        at.control = Some(Control {
-            edge,
-            link,
-            tag,
-            process: seat,
-            incarnation,
-            plans,
-            abandoned,
-            life,
-            heard_us: now_us,
-            last_begun: None,
-        });
-        self.tell(format_args!("F{rank}.{incarnation} is joined by link {link}"));
-        self.send_event(EdgeEvent::Up(up));
-        self.after(0, Event::Turn { rank });
-        self.after(LEASE.as_micros() as u64 / 3, Event::Beat { rank, edge });
-        Ok(())
-    }
-
-    /// The control task's end of a session, whatever the reason.
-    fn hang_up(&mut self, rank: usize, why: &str) {
-        let Some(control) = self.ranks[rank].control.take() else { return };
-        self.tell(format_args!("the session with F{rank}.{} ends: {why}", control.incarnation));
-        self.roster.vacate(&control.process, self.ranks[rank].address);
-        self.send_event(EdgeEvent::Down { id: control.edge, why: why.to_owned() });
-        if !self.ranks[rank].to_ffn_cut {
-            let (incarnation, tag) = (control.incarnation, control.tag);
-            let after = self.dice.between(20, 400);
-            self.after(after, Event::Hangup { rank, incarnation, tag });
-        }
-        let after = self.dice.between(1_000, 10_000);
-        self.after(after, Event::Connect { rank });
-    }
-
-    fn beat(&mut self, rank: usize, edge: EdgeId) {
-        let (is_reachable, now, now_us) = (self.is_reachable(rank), self.now(), self.now_us);
-        let at = &mut self.ranks[rank];
-        let Some(control) = at.control.as_mut().filter(|control| control.edge == edge) else { return };
-        let lease_us = LEASE.as_micros() as u64;
-        let meant = at.process.as_mut().filter(|process| process.incarnation == control.incarnation);
-        match meant.filter(|_| is_reachable) {
-            Some(process) => {
-                if !process.renew(control.tag, now + LEASE) {
-                    return self.hang_up(rank, "ended the control stream");
-                }
-                control.heard_us = now_us;
-                let begun = process.last_begun(control.tag);
-                if begun != control.last_begun {
-                    control.last_begun = begun;
-                    control.life.handle_moved(now);
-                }
-            }
-            None if now_us - control.heard_us >= lease_us => {
-                return self.hang_up(rank, "said nothing for its lease");
-            }
-            None => {}
-        }
-        self.after(lease_us / 3, Event::Beat { rank, edge });
-    }
-
     fn visit_neighbour(&mut self, rank: usize, incarnation: u64) {
         let (now_us, num_layers, is_over) = (self.now_us, self.shape.num_layers, self.is_over);
         let at = &mut self.ranks[rank];
@@ -647,16 +372,5 @@ impl World {
     /// What the port has done since the last event is taken up.
     pub(crate) fn look(&mut self) {
         self.pump();
-    }
-}
-
-fn limits(rank: usize, epoch: Epoch, credits: u32) -> Limits {
-    Limits {
-        kind: LinkKind::Tcp,
-        peer: format!("F{rank}"),
-        epoch,
-        credits,
-        max_rows: MAX_ROWS,
-        max_body_bytes: MAX_ROWS * (HIDDEN * 4 + TOP_K * 8) as u32,
     }
 }

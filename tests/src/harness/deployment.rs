@@ -1,182 +1,19 @@
 //! Attention ranks and FFN shards of one model as processes, ready when `start` returns.
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use afd_common::net::client;
-use afd_common::net::tls::{ClientTls, Identity};
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use anyhow::{Context, bail};
 use serde_json::Value;
 use tonic::transport::Channel;
 
-use super::Process;
-use super::proxy::{Network, Proxy};
+use super::proxy::Proxy;
+use super::{DeploymentSpec, Ffn, Process};
 
 /// Time for a process to listen and for a deployment to be ready, debug builds on two busy cores included.
-const START_LIMIT: Duration = Duration::from_secs(60);
-
-/// Where the FFN runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ffn {
-    /// In the attention process, over loopback.
-    Local,
-    /// In `shards` × `replicas` processes of their own.
-    Remote {
-        /// Parts of every layer.
-        shards: u32,
-        /// Ranks per part.
-        replicas: u32,
-    },
-}
-
-/// What a test shows to attention ranks that do not talk to everybody.
-#[derive(Clone, Debug, Default)]
-pub struct Pass {
-    /// They speak TLS, under certificates of this authority.
-    pub ca: Option<PathBuf>,
-    /// To be shown.
-    pub identity: Option<Identity>,
-    /// To be sent along.
-    pub token: Option<String>,
-}
-
-impl Pass {
-    fn tls(&self) -> anyhow::Result<Option<ClientTls>> {
-        let load =
-            |ca: &PathBuf| ClientTls::load(ca.clone(), self.identity.clone()).map_err(anyhow::Error::msg);
-        self.ca.as_ref().map(load).transpose()
-    }
-
-    /// Puts the token into a gRPC request.
-    pub fn show<T>(&self, message: T) -> tonic::Request<T> {
-        let mut request = tonic::Request::new(message);
-        if let Some(token) = self.token.as_ref().and_then(|token| format!("Bearer {token}").parse().ok()) {
-            request.metadata_mut().insert("authorization", token);
-        }
-        request
-    }
-
-    /// An HTTP client that shows it all.
-    ///
-    /// # Errors
-    /// When a file cannot be read.
-    pub fn http(&self) -> anyhow::Result<reqwest::Client> {
-        let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(120));
-        if let Some(tls) = self.tls()? {
-            builder = builder.use_preconfigured_tls(rustls::ClientConfig::clone(&tls.config()));
-        }
-        if let Some(token) = &self.token {
-            let value = format!("Bearer {token}").parse()?;
-            builder =
-                builder.default_headers([(reqwest::header::AUTHORIZATION, value)].into_iter().collect());
-        }
-        Ok(builder.build()?)
-    }
-
-    /// A gRPC channel to an address.
-    ///
-    /// # Errors
-    /// When nobody answers there, or not under this CA.
-    pub async fn grpc(&self, address: SocketAddr) -> anyhow::Result<Channel> {
-        let peer = self.tls()?.map(|tls| tls.peer(&address.ip().to_string())).transpose()?;
-        let connected = client::connect(&address.to_string(), peer.as_ref(), START_LIMIT).await;
-        connected.map_err(anyhow::Error::msg)
-    }
-}
-
-/// What to start.
-#[derive(Clone, Debug)]
-pub struct DeploymentSpec {
-    /// Checkpoint folder.
-    pub model: PathBuf,
-    /// Attention ranks.
-    pub attention_ranks: u32,
-    /// Where the FFN runs.
-    pub ffn: Ffn,
-    /// Compute dtype of both sides.
-    pub dtype: String,
-    /// More options for every attention rank.
-    pub attention_args: Vec<String>,
-    /// More options for every FFN rank.
-    pub ffn_args: Vec<String>,
-    /// More options for single FFN ranks.
-    pub ffn_rank_args: Vec<(u32, Vec<String>)>,
-    /// Environment of every process, beside that of the test.
-    pub env: Vec<(String, String)>,
-    /// What the test shows.
-    pub pass: Pass,
-    /// The networks between attention and each FFN rank, where they can go wrong.
-    pub networks: Vec<Arc<Network>>,
-}
-
-impl DeploymentSpec {
-    /// One attention rank, in fp32, one compute thread per process.
-    pub fn new(model: PathBuf, ffn: Ffn) -> Self {
-        Self {
-            model,
-            attention_ranks: 1,
-            ffn,
-            dtype: "float32".to_owned(),
-            attention_args: Vec::new(),
-            ffn_args: Vec::new(),
-            ffn_rank_args: Vec::new(),
-            env: Vec::new(),
-            pass: Pass::default(),
-            networks: Vec::new(),
-        }
-    }
-
-    /// With a proxy in front of every FFN rank, and TCP links: what each rank's network is told happens to what passes.
-    pub fn behind(mut self, networks: &[Arc<Network>]) -> Self {
-        self.networks = networks.to_vec();
-        self.attention_args(&["--link", "tcp"])
-    }
-
-    /// Computing in another dtype, on both sides.
-    pub fn dtype(mut self, dtype: &str) -> Self {
-        dtype.clone_into(&mut self.dtype);
-        self
-    }
-
-    /// With this many attention ranks.
-    pub fn attention_ranks(mut self, ranks: u32) -> Self {
-        self.attention_ranks = ranks;
-        self
-    }
-
-    /// With more options for every attention rank.
-    pub fn attention_args(mut self, args: &[&str]) -> Self {
-        self.attention_args.extend(args.iter().map(|arg| (*arg).to_owned()));
-        self
-    }
-
-    /// With more options for every FFN rank.
-    pub fn ffn_args(mut self, args: &[&str]) -> Self {
-        self.ffn_args.extend(args.iter().map(|arg| (*arg).to_owned()));
-        self
-    }
-
-    /// With more options for one FFN rank.
-    pub fn ffn_rank_args(mut self, rank: u32, args: &[&str]) -> Self {
-        self.ffn_rank_args.push((rank, args.iter().map(|arg| (*arg).to_owned()).collect()));
-        self
-    }
-
-    /// With something to show.
-    pub fn pass(mut self, pass: Pass) -> Self {
-        self.pass = pass;
-        self
-    }
-
-    /// With a variable in every process's environment.
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.env.push((name.to_owned(), value.to_owned()));
-        self
-    }
-}
+pub(super) const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// Running processes of one model.
 pub struct Deployment {

@@ -1,10 +1,14 @@
 //! Real processes on loopback: builds both binaries once, starts them on free ports, and ends them with the test.
 mod certificates;
 mod deployment;
+mod pass;
 mod process;
 mod proxy;
+mod spec;
 
 pub use certificates::Authority;
-pub use deployment::{Deployment, DeploymentSpec, Ffn, Pass, greedy, metric};
+pub use deployment::{Deployment, greedy, metric};
+pub use pass::Pass;
 pub use process::{Process, output, run};
 pub use proxy::{Harm, Network, Way};
+pub use spec::{DeploymentSpec, Ffn};
