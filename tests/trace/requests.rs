@@ -169,6 +169,32 @@ async fn a_request_is_one_trace_over_both_services() -> anyhow::Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shared_experts_on_attention_are_spans_of_their_steps() -> anyhow::Result<()> {
+    // Its first layer is dense.
+    const MIXTURES: usize = LAYERS - 1;
+    let collector = Collector::start().await?;
+    let spec = DeploymentSpec {
+        model: fixtures::checkpoint("tiny-deepseek-v2"),
+        ..spec(&collector.endpoint(), "grpc")
+    };
+    let sides = ["--shared-experts", "attention"];
+    let deployment = Deployment::start(spec.attention_args(&sides).ffn_args(&sides)).await?;
+    complete(&deployment, CALLER.0).await?;
+    let shared = |trace: &Trace| trace.named("shared experts").count();
+    let all_there = |trace: &Trace| is_complete(trace) && shared(trace) == TOKENS * MIXTURES;
+    let trace = collector.trace(CALLER.0, all_there).await?;
+    check(&trace, &PAIR)?;
+    for step in trace.named("step") {
+        let spans: Vec<_> = trace.children(step).filter(|span| span.name == "shared experts").collect();
+        let mut layers: Vec<_> =
+            spans.iter().map(|span| span.tag("afd.layer")).collect::<anyhow::Result<_>>()?;
+        layers.sort_unstable();
+        ensure!(layers == ["1", "2", "3"], "{layers:?}:\n{}", trace.drawn());
+    }
+    check_coverage(&trace)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_monolith_s_steps_have_the_spans_of_both_sides() -> anyhow::Result<()> {
     let collector = Collector::start().await?;
     let mut deployment = Deployment::start(spec_of(Ffn::Local, &collector.endpoint(), "grpc")).await?;
