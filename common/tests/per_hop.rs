@@ -5,7 +5,7 @@ use std::time::Duration;
 use afd_common::frame::{FrameHeader, FrameKind, RowType, SideKind};
 use afd_common::ids::Epoch;
 use afd_common::link::pairs::{End, Pairs};
-use afd_common::link::{Limits, LinkKind};
+use afd_common::link::{Limits, LinkKind, features};
 use afd_ffi::allocations::{Counted, of_this_thread};
 
 #[global_allocator]
@@ -13,12 +13,23 @@ static ALLOCATOR: Counted = Counted;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const COLUMNS: u32 = 2048;
+/// Of a body that goes over TCP in more than one piece.
+const MAX_ROWS: u32 = 128;
 const WARM_UP: u64 = 50;
 const HOPS: u64 = 200;
 
 fn limits(kind: LinkKind, peer: &str) -> Limits {
-    let max_body_bytes = 64 * 2 * COLUMNS;
-    Limits { kind, peer: peer.into(), epoch: Epoch(1), credits: 2, max_rows: 64, max_body_bytes }
+    let max_body_bytes = MAX_ROWS * 2 * COLUMNS;
+    let checksum = features::checksum(kind, &features::offered());
+    Limits {
+        kind,
+        peer: peer.into(),
+        epoch: Epoch(1),
+        credits: 2,
+        max_rows: MAX_ROWS,
+        max_body_bytes,
+        checksum,
+    }
 }
 
 fn dispatch(step: u64, rows: u32) -> FrameHeader {
@@ -54,7 +65,7 @@ fn answer(mut far: End) -> (u64, End) {
 #[test]
 fn a_hop_asks_for_no_memory_at_either_end() {
     let pairs = Pairs::new().unwrap();
-    let body = vec![1u8; 64 * 2 * COLUMNS as usize];
+    let body = vec![1u8; (MAX_ROWS * 2 * COLUMNS) as usize];
     for kind in [LinkKind::Loopback, LinkKind::Shm, LinkKind::Tcp] {
         let (mut near, far) = pairs.open(kind, limits(kind, "F0"), limits(kind, "A0")).unwrap();
         let far = thread::spawn(move || answer(far));
@@ -63,7 +74,7 @@ fn a_hop_asks_for_no_memory_at_either_end() {
             if step == WARM_UP {
                 before = of_this_thread();
             }
-            let header = dispatch(step, [1, 64][step as usize % 2]);
+            let header = dispatch(step, [1, MAX_ROWS][step as usize % 2]);
             near.link.send(header, &[&body[..header.body_bytes as usize]]).unwrap();
             assert_eq!(near.next(PATIENCE).unwrap().header.rows, header.rows);
         }

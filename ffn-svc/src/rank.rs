@@ -8,6 +8,7 @@ use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
 use afd_common::config::option::OptionError;
 use afd_common::identity::{ExpertRules, Sides, model_identity};
 use afd_common::ids::LayerIdx;
+use afd_common::link::features;
 use afd_common::net::Listener;
 use afd_common::placement::{Placement, PlacementFile};
 use afd_common::process::exit::Exit;
@@ -299,7 +300,7 @@ pub async fn start_with(
             link_kinds,
             max_stages: config.max_stages,
             max_tokens_per_stage: config.max_tokens_per_stage,
-            features: vec!["profile".into()],
+            features: std::iter::once("profile".into()).chain(features::offered()).collect(),
             join_token: config.join_token.clone(),
         },
         lease: config.lease,

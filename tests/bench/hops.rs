@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use afd_common::frame::{FrameHeader, FrameKind, FrameLimits, RowType, SideKind};
+use afd_common::frame::{BodySum, Checksum, FrameHeader, FrameKind, FrameLimits, RowType, SideKind};
 use afd_common::ids::{Epoch, HopKey};
 use attention_svc::remote_ffn::hop_table::{Arrival, EdgeId, HopTable};
 use criterion::{Criterion, Throughput};
@@ -17,7 +17,8 @@ const LAYERS: u16 = 61;
 const MAX_ROWS: u32 = 1 << 16;
 const ROWS: u32 = 8;
 const HIDDEN: u32 = 7168;
-const LIMITS: FrameLimits = FrameLimits { max_rows: MAX_ROWS, max_body_bytes: u32::MAX };
+const LIMITS: FrameLimits =
+    FrameLimits { max_rows: MAX_ROWS, max_body_bytes: u32::MAX, checksum: Checksum::Sum64 };
 const GOAL: Duration = Duration::from_micros(2);
 /// Steps that are timed for the last lines.
 const STEPS: usize = 51;
@@ -134,7 +135,7 @@ fn over_the_wire(kind: FrameKind, hop: HopKey) -> FrameHeader {
         side_columns: 0,
         body_bytes: ROWS * HIDDEN * 2,
     };
-    let bytes = black_box(header.encode(black_box(1)));
+    let bytes = black_box(header.encode(black_box(BodySum::Sum64(1))));
     FrameHeader::decode(&bytes, &LIMITS).expect("it is what was written").0
 }
 

@@ -1,7 +1,7 @@
 //! Frames and plans: what an attention rank can send.
 use afd_common::frame::{
-    FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, RowType, SideKind, body_crc,
-    verify_body,
+    BodySum, Checksum, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, RowType, SideKind,
+    crc32c, verify_body,
 };
 use afd_common::ids::{Epoch, HopKey};
 use afd_common::proto::v1;
@@ -10,7 +10,7 @@ use prost::Message;
 
 use crate::driver::fuzz;
 
-const LIMITS: FrameLimits = FrameLimits { max_rows: 64, max_body_bytes: 1 << 20 };
+const LIMITS: FrameLimits = FrameLimits { max_rows: 64, max_body_bytes: 1 << 20, checksum: Checksum::Crc32c };
 
 fn header(kind: FrameKind, side: SideKind, rows: u32, body_bytes: u32) -> FrameHeader {
     let hop = HopKey::default();
@@ -36,28 +36,38 @@ fn a_frame_is_what_it_says_or_refused() -> anyhow::Result<()> {
         header(FrameKind::Combine, SideKind::None, 0, 0),
         header(FrameKind::Close, SideKind::None, 0, 5),
     ];
-    let seeds = seeds.map(|header| header.encode(7).to_vec()).to_vec();
+    let encoded = |header: FrameHeader| {
+        let sums = [BodySum::Crc32c(7), BodySum::Sum64(7)].map(|sum| header.encode(sum).to_vec());
+        sums.into_iter().chain([header.encode_before().to_vec()])
+    };
+    let seeds = seeds.into_iter().flat_map(encoded).collect();
     fuzz("frame", seeds, &["AFD1"], |input| {
         let mut bytes = [0; HEADER_BYTES];
         let given = input.len().min(HEADER_BYTES);
         bytes[..given].copy_from_slice(&input[..given]);
         // Most would fail the checksum and nothing else: an odd length asks for a right one.
         if input.len() % 2 == 1 {
-            let crc = body_crc(&[&bytes[..HEADER_BYTES - 4]]);
+            let crc = crc32c(&bytes[..HEADER_BYTES - 4]);
             bytes[HEADER_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
         }
-        match FrameHeader::decode(&bytes, &LIMITS) {
+        let read = [Checksum::Crc32c, Checksum::Sum64]
+            .map(|checksum| FrameHeader::decode(&bytes, &FrameLimits { checksum, ..LIMITS }));
+        assert!(read.iter().any(Result::is_err), "a frame is summed in one way");
+        let said = read.map(|read| match read {
             Err(error) => error.to_string(),
-            Ok((header, crc)) => {
-                assert_eq!(header.encode(crc), bytes, "a header has one encoding");
+            Ok((header, sum)) => {
+                let again = sum.map_or_else(|| header.encode_before(), |sum| header.encode(sum));
+                assert_eq!(again, bytes, "a header has one encoding");
                 // Of an error or close frame only the text counts; its rows are nobody's.
                 let is_text = matches!(header.kind, FrameKind::Error | FrameKind::Close);
                 assert!(header.body_bytes <= if is_text { MAX_TEXT_BYTES } else { LIMITS.max_body_bytes });
                 assert!(is_text || header.rows <= LIMITS.max_rows);
                 let body = &input[given..];
-                format!("{:?} {:?} {}", header.kind, header.side, verify_body(body, crc).is_ok())
+                let verified = sum.map(|sum| verify_body(body, sum).is_ok());
+                format!("{:?} {:?} {verified:?}", header.kind, header.side)
             }
-        }
+        });
+        said.join(" ")
     })
 }
 

@@ -1,7 +1,7 @@
 //! Links between the attention rank and FFN processes, and the adversary that sits on them.
 use std::collections::HashMap;
 
-use afd_common::frame::{FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, body_crc};
+use afd_common::frame::{BodySum, Checksum, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, body_sum};
 use afd_common::ids::{Epoch, HopKey, Shard, StepId};
 use afd_common::link::bare::BareWire;
 
@@ -155,18 +155,27 @@ impl Network {
 
 /// The same hop in a frame of an earlier life of the link, with other numbers: sound in itself.
 fn of_an_earlier_life(frame: &[u8]) -> Option<Vec<u8>> {
-    let header = header_of(frame)?;
+    let (header, sum) = decoded(frame)?;
     let mut body = frame[HEADER_BYTES..].to_vec();
     for value in body.chunks_exact_mut(4) {
         value.copy_from_slice(&77_777f32.to_le_bytes());
     }
     let header = FrameHeader { epoch: Epoch(header.epoch.0 - 1), ..header };
-    Some([&header.encode(body_crc(&[&body]))[..], &body].concat())
+    Some([&header.encode(body_sum(sum.checksum(), &[&body]))[..], &body].concat())
 }
 
 /// Of a frame with rows.
 fn header_of(frame: &[u8]) -> Option<FrameHeader> {
-    let limits = FrameLimits { max_rows: u32::MAX, max_body_bytes: u32::MAX };
-    let (header, _) = FrameHeader::decode(frame.first_chunk::<HEADER_BYTES>()?, &limits).ok()?;
-    matches!(header.kind, FrameKind::Dispatch | FrameKind::Combine).then_some(header)
+    decoded(frame).map(|(header, _)| header)
+}
+
+/// The same with the sum of its body, of whichever kind.
+fn decoded(frame: &[u8]) -> Option<(FrameHeader, BodySum)> {
+    let head = frame.first_chunk::<HEADER_BYTES>()?;
+    [Checksum::Crc32c, Checksum::Sum64].into_iter().find_map(|checksum| {
+        let limits = FrameLimits { max_rows: u32::MAX, max_body_bytes: u32::MAX, checksum };
+        let (header, sum) = FrameHeader::decode(head, &limits).ok()?;
+        let has_rows = matches!(header.kind, FrameKind::Dispatch | FrameKind::Combine);
+        sum.filter(|_| has_rows).map(|sum| (header, sum))
+    })
 }

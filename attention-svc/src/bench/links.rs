@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use afd_common::config::units::Span;
 use afd_common::link::LinkKind;
-use afd_common::link::timing::{self, Measured, RoundTrips, Series, Settings};
+use afd_common::link::timing::{self, Measured, Placed, Placement, RoundTrips, Series, Settings, Spread};
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -13,8 +13,8 @@ use super::BenchError;
 use super::report::{table, write_json};
 use crate::plan::calibrate::{LinkName, LinkPoint, Measured as Points};
 
-/// Turns that every way gets at every size.
-const SLICES: u32 = 20;
+/// Rounds in which every way gets its turn at every size.
+const ROUNDS: u32 = 11;
 
 /// Measure the links of this machine.
 #[derive(Clone, Debug, Args)]
@@ -31,8 +31,8 @@ pub(super) struct LinksArgs {
     /// Elements of a row, of two bytes each, up to 65536
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=65536))]
     columns: u32,
-    /// Time for each link and size
-    #[arg(long, value_name = "TIME", default_value = "400ms", value_parser = Span::positive)]
+    /// Time for each link and size, and each of two placements of its ends
+    #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = Span::positive)]
     time: Span,
     /// Kind that stands for the planner's link within a fast domain (scale_up) in the points that `plan calibrate` reads
     #[arg(long, value_name = "KIND", value_parser = parse_kind, default_value = "shm")]
@@ -59,7 +59,7 @@ pub(super) async fn run(args: LinksArgs) -> Result<(), BenchError> {
         rows: args.rows,
         columns: args.columns,
         time: args.time.0,
-        slices: SLICES,
+        rounds: ROUNDS,
     };
     let asked = settings.clone();
     let measured = tokio::task::spawn_blocking(move || timing::measure(&asked)).await;
@@ -71,22 +71,25 @@ pub(super) async fn run(args: LinksArgs) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// One way's times over another's, size by size.
+/// One way's times over another's in the same round, size by size.
 struct Ratio {
     of: String,
     over: String,
-    sizes: Vec<f64>,
+    sizes: Vec<Spread>,
 }
 
 /// What a link costs over its bare transport, and a slow link over a fast one; those whose sides were measured.
-fn ratios(measured: &Measured) -> Vec<Ratio> {
-    let find = |name: &str| measured.series.iter().find(|series| series.name == name);
+fn ratios(placed: &Placed) -> Vec<Ratio> {
+    let find = |name: &str| placed.series.iter().find(|series| series.name == name);
     let pairs =
         [("shm", "raw futex"), ("tcp", "raw tcp, epoll"), ("tcp", "raw tcp"), ("inline", "shm")].into_iter();
     let ratio = |(of, over): (&str, &str)| {
         let both = find(of)?.sizes.iter().zip(&find(over)?.sizes);
-        let sizes = both.map(|(of, over)| of.p50.as_secs_f64() / over.p50.as_secs_f64()).collect();
-        Some(Ratio { of: of.into(), over: over.into(), sizes })
+        let in_a_round = |(of, over): (&RoundTrips, &RoundTrips)| {
+            let both = of.rounds.iter().zip(&over.rounds);
+            Spread::of(both.map(|(of, over)| of.as_secs_f64() / over.as_secs_f64()))
+        };
+        Some(Ratio { of: of.into(), over: over.into(), sizes: both.map(in_a_round).collect() })
     };
     pairs.filter_map(ratio).collect()
 }
@@ -99,58 +102,95 @@ fn json(settings: &Settings, measured: &Measured, scale_up: LinkKind) -> Value {
             "bytes": size.bytes,
             "count": size.count,
             "round_trip_us": {"p10": micros(size.p10), "p50": micros(size.p50), "p90": micros(size.p90)},
+            "rounds_us": size.rounds.iter().map(|round| micros(*round)).collect::<Vec<_>>(),
             "bytes_per_s": size.rate(),
         })
     };
     let series = |series: &Series| json!({"name": series.name, "sizes": series.sizes.iter().map(size).collect::<Vec<_>>()});
-    let ratio = |ratio: &Ratio| json!({"of": ratio.of, "over": ratio.over, "sizes": ratio.sizes});
+    let spread = |spread: &Spread| json!({"p25": spread.lower, "p50": spread.median, "p75": spread.upper});
+    let ratio = |ratio: &Ratio| {
+        let sizes: Vec<_> = ratio.sizes.iter().map(spread).collect();
+        json!({"of": ratio.of, "over": ratio.over, "sizes": sizes})
+    };
+    let placed = |placed: &Placed| {
+        json!({
+            "placement": match placed.placement {
+                Placement::OneCore => "one_core",
+                Placement::TwoCores => "two_cores",
+            },
+            "series": placed.series.iter().map(series).collect::<Vec<_>>(),
+            "ratios": ratios(placed).iter().map(ratio).collect::<Vec<_>>(),
+        })
+    };
+    let checksum = |of: &timing::ChecksumRate| json!({"name": of.checksum.to_string(), "bytes": of.bytes, "bytes_per_s": of.rate});
     json!({
         "columns": settings.columns,
         "dtype": "bfloat16",
-        "checksum_bytes_per_s": measured.checksum_rate,
-        "series": measured.series.iter().map(series).collect::<Vec<_>>(),
-        "ratios": ratios(measured).iter().map(ratio).collect::<Vec<_>>(),
+        "rounds": settings.rounds,
+        "checksums": measured.checksums.iter().map(checksum).collect::<Vec<_>>(),
+        "placed": measured.placed.iter().map(placed).collect::<Vec<_>>(),
         "points": points(measured, scale_up),
     })
 }
 
-/// A hop's way there is half of its round trip.
+/// A hop's way there is half of its round trip, in the placement that is the faster one for its size: where engines sit is
+/// the system's business, and it likes to put those together that gain by it.
 fn points(measured: &Measured, scale_up: LinkKind) -> Points {
-    let of_kind = measured.series.iter().filter(|series| series.kind == Some(scale_up));
+    let of_kind =
+        |placed: &'_ Placed| placed.series.iter().find(|series| series.kind == Some(scale_up)).cloned();
+    let placed: Vec<Series> = measured.placed.iter().filter_map(of_kind).collect();
+    let sizes = placed.first().map_or(0, |series| series.sizes.len());
+    let fastest = |at: usize| placed.iter().map(|series| &series.sizes[at]).min_by_key(|size| size.p50);
     let point = |size: &RoundTrips| LinkPoint {
         link: LinkName::ScaleUp,
         bytes: size.bytes as f64,
         one_way_us: size.p50.as_secs_f64() / 2.0 * 1e6,
     };
-    Points { links: of_kind.flat_map(|series| series.sizes.iter().map(point)).collect(), ..Points::default() }
+    Points { links: (0..sizes).filter_map(fastest).map(point).collect(), ..Points::default() }
 }
 
 fn text(settings: &Settings, measured: &Measured) -> String {
     let mut out = format!(
-        "rows of {} bf16 there and back between two threads, over the transport of two processes\n",
-        settings.columns
+        "rows of {} bf16 there and back between two threads, over the transport of two processes\n\
+         medians of {} rounds, with new connections and threads in each; behind them the middle half of the rounds\n",
+        settings.columns, settings.rounds
     );
-    let heads: Vec<String> = settings.rows.iter().map(|rows| format!("{rows} rows")).collect();
-    let heads: Vec<&str> = std::iter::once("").chain(heads.iter().map(String::as_str)).collect();
-    for (what, cell) in [
-        ("round trip, median, µs", (|size| size.p50.as_secs_f64() * 1e6) as fn(&RoundTrips) -> f64),
-        ("bytes both ways over the round trip, GB/s", |size| size.rate() / 1e9),
-    ] {
-        let _ = writeln!(out, "\n{what}");
-        let row = |series: &Series| {
-            let cells = series.sizes.iter().map(|size| digits(cell(size)));
-            std::iter::once(series.name.clone()).chain(cells).collect()
-        };
-        out.push_str(&table(&heads, measured.series.iter().map(row).collect()));
+    for placed in &measured.placed {
+        let _ = writeln!(out, "\n{}", placed.placement);
+        out.push_str(&text_of(settings, placed));
     }
-    out.push_str("\nround trip over that of another way\n");
+    out.push_str("\nchecksums of a body, GB/s\n");
+    for of in &measured.checksums {
+        let _ = writeln!(out, "{}, {} KiB: {}", of.checksum, of.bytes >> 10, digits(of.rate / 1e9));
+    }
+    out
+}
+
+fn text_of(settings: &Settings, placed: &Placed) -> String {
+    let mut out = String::new();
+    let heads: Vec<String> = settings.rows.iter().map(|rows| format!("{rows} rows")).collect();
+    let mut part = |what: &str, rows: Vec<Vec<String>>| {
+        let heads: Vec<&str> = std::iter::once(what).chain(heads.iter().map(String::as_str)).collect();
+        out.push_str(&table(&heads, rows));
+    };
+    let of_series = |cell: fn(&RoundTrips) -> String| {
+        let row = |series: &Series| {
+            std::iter::once(series.name.clone()).chain(series.sizes.iter().map(cell)).collect()
+        };
+        placed.series.iter().map(row).collect()
+    };
+    part("round trip, µs", of_series(|size| spread(&size.spread_us())));
+    part("both ways, GB/s", of_series(|size| digits(size.rate() / 1e9)));
     let row = |ratio: Ratio| {
-        let cells = ratio.sizes.iter().map(|ratio| digits(*ratio));
+        let cells = ratio.sizes.iter().map(spread);
         std::iter::once(format!("{} / {}", ratio.of, ratio.over)).chain(cells).collect()
     };
-    out.push_str(&table(&heads, ratios(measured).into_iter().map(row).collect()));
-    let _ = writeln!(out, "\nchecksum of a frame: {} GB/s", digits(measured.checksum_rate / 1e9));
+    part("in the same round", ratios(placed).into_iter().map(row).collect());
     out
+}
+
+fn spread(spread: &Spread) -> String {
+    format!("{} ({}–{})", digits(spread.median), digits(spread.lower), digits(spread.upper))
 }
 
 /// Three that matter.
@@ -166,35 +206,55 @@ fn digits(value: f64) -> String {
 mod tests {
     use std::time::Duration;
 
+    use afd_common::frame::Checksum;
+
     use super::*;
 
     fn measured() -> Measured {
-        let size = |bytes: usize, us: u64| {
+        // In the second round everything takes twice as long, in the third the larger size of a link half as long again.
+        let size = |bytes: usize, us: u64, is_link: bool| {
+            let slow = if is_link && bytes > 4096 { 3 } else { 2 };
+            let rounds =
+                [2 * us, 4 * us, slow * us].map(|half_us| Duration::from_nanos(half_us * 500)).to_vec();
             let time = Duration::from_micros(us);
-            RoundTrips { rows: (bytes / 4096) as u32, bytes, count: 9, p10: time, p50: time, p90: time }
+            let rows = (bytes / 4096) as u32;
+            RoundTrips { rows, bytes, count: 9, p10: time, p50: time, p90: time, rounds }
         };
-        let series = |name: &str, kind, small, large| Series {
+        let series = |name: &str, kind: Option<LinkKind>, small, large| Series {
             name: name.into(),
             kind,
-            sizes: vec![size(4096, small), size(1 << 20, large)],
+            sizes: vec![size(4096, small, kind.is_some()), size(1 << 20, large, kind.is_some())],
         };
-        Measured {
-            series: vec![
+        let all = |factor: u64| {
+            vec![
                 series("raw futex", None, 10, 200),
-                series("shm", Some(LinkKind::Shm), 14, 300),
+                series("shm", Some(LinkKind::Shm), 14 * factor, 300 / factor),
                 series("tcp", Some(LinkKind::Tcp), 24, 700),
                 series("inline", Some(LinkKind::Inline), 100, 1400),
                 series("raw tcp, epoll", None, 21, 560),
                 series("raw tcp", None, 20, 500),
+            ]
+        };
+        Measured {
+            placed: vec![
+                Placed { placement: Placement::OneCore, series: all(1) },
+                Placed { placement: Placement::TwoCores, series: all(3) },
             ],
-            checksum_rate: 30e9,
+            checksums: vec![timing::ChecksumRate { checksum: Checksum::Sum64, bytes: 1 << 18, rate: 30e9 }],
         }
     }
 
+    fn settings() -> Settings {
+        Settings { kinds: vec![], rows: vec![1, 256], columns: 2048, time: Duration::ZERO, rounds: 3 }
+    }
+
     #[test]
-    fn ratios_are_of_the_same_run_and_size() {
-        let told = |r: Ratio| format!("{}/{}: {:.2}, {:.2}", r.of, r.over, r.sizes[0], r.sizes[1]);
-        let found: Vec<_> = ratios(&measured()).into_iter().map(told).collect();
+    fn ratios_are_of_the_same_round_and_size() {
+        let told = |r: Ratio| {
+            let [small, large] = &r.sizes[..] else { panic!("two sizes") };
+            format!("{}/{}: {:.2}, {:.2}", r.of, r.over, small.median, large.median)
+        };
+        let found: Vec<_> = ratios(&measured().placed[0]).into_iter().map(told).collect();
         let expected = [
             "shm/raw futex: 1.40, 1.50",
             "tcp/raw tcp, epoll: 1.14, 1.25",
@@ -202,25 +262,20 @@ mod tests {
             "inline/shm: 7.14, 4.67",
         ];
         assert_eq!(found, expected);
-        let text = text(
-            &Settings { kinds: vec![], rows: vec![1, 256], columns: 2048, time: Duration::ZERO, slices: 1 },
-            &measured(),
-        );
+        let text = text(&settings(), &measured());
         let line = text.lines().find(|line| line.starts_with("tcp / raw tcp ")).unwrap();
-        assert_eq!(line.split_whitespace().skip(4).collect::<Vec<_>>(), ["1.20", "1.40"], "{text}");
-        assert!(text.ends_with("checksum of a frame: 30.0 GB/s\n"), "{text}");
+        let cells: Vec<_> = line.split_whitespace().skip(4).collect();
+        assert_eq!(cells, ["1.20", "(1.20–1.20)", "1.40", "(1.40–2.10)"], "{text}");
+        assert!(text.contains("\neach end on a core of its own\n"), "{text}");
+        assert!(text.ends_with("sum64, 256 KiB: 30.0\n"), "{text}");
     }
 
     #[test]
-    fn points_are_those_of_the_kind_that_stands_for_the_fast_domain() {
-        let json = json(
-            &Settings { kinds: vec![], rows: vec![], columns: 2048, time: Duration::ZERO, slices: 1 },
-            &measured(),
-            LinkKind::Shm,
-        );
+    fn points_are_the_fastest_of_the_kind_that_stands_for_the_fast_domain() {
+        let json = json(&settings(), &measured(), LinkKind::Shm);
         let points = crate::plan::calibrate::parse(&json.to_string()).unwrap();
-        assert_eq!(points.links.len(), 2);
-        assert_eq!((points.links[0].bytes, points.links[0].one_way_us), (4096.0, 7.0));
+        let found: Vec<_> = points.links.iter().map(|point| (point.bytes, point.one_way_us)).collect();
+        assert_eq!(found, [(4096.0, 7.0), (1_048_576.0, 50.0)]);
     }
 
     #[test]

@@ -131,7 +131,7 @@ pub fn step_plan(outline: &StepOutline) -> v1::StepPlan {
 mod tests {
     use std::sync::Arc;
 
-    use afd_common::frame::RowType;
+    use afd_common::frame::{Checksum, RowType};
     use afd_common::ids::{Epoch, Shard, StepId};
     use afd_common::link::{Doorbell, Limits, LinkKind, loopback};
     use tokio::sync::mpsc;
@@ -147,6 +147,7 @@ mod tests {
             credits: 1,
             max_rows: 1,
             max_body_bytes: 1,
+            checksum: Checksum::Crc32c,
         };
         let (link, _) = loopback::pair((limits.clone(), Doorbell::default()), (limits, Doorbell::default()));
         let (plans, heard) = mpsc::channel(8);

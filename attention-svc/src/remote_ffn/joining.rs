@@ -7,7 +7,7 @@ use std::time::Duration;
 use afd_common::ids::{Epoch, Shard};
 use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
-use afd_common::link::{HopLink, Limits, LinkKind, inline};
+use afd_common::link::{HopLink, Limits, LinkKind, features, inline};
 use afd_common::net::client::{self, NotConnected};
 use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
@@ -68,7 +68,7 @@ pub(super) async fn join(
         link_kinds: settings.link_kinds.iter().map(|kind| wire_kind(*kind).into()).collect(),
         max_stages: settings.max_stages,
         max_tokens_per_stage: settings.max_tokens_per_stage,
-        features: Vec::new(),
+        features: features::offered(),
         join_token: settings.join_token.clone(),
     };
     let joined = within(settings.link_timeout, peer, "join", client.join(request)).await?.into_inner();
@@ -189,6 +189,7 @@ async fn grant(
         credits: grant.credits,
         max_rows: grant.max_rows,
         max_body_bytes,
+        checksum: features::checksum(kind, &joined.features),
     };
     Ok((Ticket { link_id: LinkId(grant.link_id), secret }, limits))
 }

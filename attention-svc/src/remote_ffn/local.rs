@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use afd_common::frame::Checksum;
 use afd_common::ids::Epoch;
 use afd_common::link::loopback;
 use afd_common::link::{Doorbell, Limits, LinkKind};
@@ -54,6 +55,8 @@ pub fn connect(
         credits,
         max_rows,
         max_body_bytes,
+        // Nothing is encoded.
+        checksum: Checksum::default(),
     };
     let here = (limits("FFN in this process"), bell.clone());
     let there = (limits("attention in this process"), engine.bell());

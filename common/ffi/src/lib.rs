@@ -1,8 +1,8 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
 //! of a tensor as a slice ([`memory`]), loops for few rows on the CPU ([`cpu_attention`], [`cpu_rows`], [`cpu_linear`],
-//! [`cpu_heads`], [`cpu_mlp`]) and the threads that share them ([`Crew`]), libtorch on a GPU ([`cuda`]), control over this
+//! [`cpu_heads`], [`cpu_mlp`]) and the threads that share them ([`Crew`]), where threads may run ([`cpus`]), libtorch on a GPU ([`cuda`]), control over this
 //! process ([`process`]), memory shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]), sockets that
-//! are read without waiting ([`socket`]), the checksum of what goes through both ([`crc`]), and a count of
+//! are read without waiting ([`socket`]), the checksums of what goes through both ([`crc`], [`sum64`]), and a count of
 //! [`allocations`] for tests.
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
@@ -14,6 +14,7 @@ pub mod cpu_linear;
 pub mod cpu_mlp;
 mod cpu_products;
 pub mod cpu_rows;
+pub mod cpus;
 pub mod crc;
 mod crew;
 pub mod cuda;
@@ -24,6 +25,7 @@ pub mod memory;
 pub mod process;
 pub mod shm;
 pub mod socket;
+pub mod sum64;
 mod zeroed;
 
 pub use cpu_products::multiplies_bf16;

@@ -146,12 +146,18 @@ impl Readiness {
         Ok(set)
     }
 
-    /// Wakes for this socket too, for as long as there is something to read, or its end to be seen.
+    /// Wakes for this socket too: once for whatever has come since the last time, its end included, so that whoever waits must
+    /// have read until nothing was left. Looking again at what is left would cost every wait a tenth of a microsecond.
     ///
     /// # Errors
     /// The system's word; the socket is not waited for then.
     pub fn add(&self, socket: impl AsFd) -> io::Result<()> {
-        self.control(libc::EPOLL_CTL_ADD, socket, (libc::EPOLLIN | libc::EPOLLRDHUP) as u32, SOCKET)
+        self.control(
+            libc::EPOLL_CTL_ADD,
+            socket,
+            (libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLET) as u32,
+            SOCKET,
+        )
     }
 
     /// Wakes for it no longer.
@@ -277,7 +283,12 @@ mod tests {
             scope.spawn(|| ours.write_all(b"a").unwrap());
             while !set.wait(Some(begun + LONG)) {}
         });
-        assert!(set.wait(Some(begun + LONG)), "until it is read");
+        assert!(!set.wait(Some(Instant::now() + SHORT)), "told once, read or not");
+        ours.write_all(b"b").unwrap();
+        assert!(set.wait(Some(begun + LONG)), "something new has come");
+        set.remove(&theirs);
+        set.add(&theirs).unwrap();
+        assert!(set.wait(Some(begun + LONG)), "what was there before is new to who begins to wait");
         set.remove(&theirs);
         thread::scope(|scope| {
             scope.spawn(|| set.wake());

@@ -1,25 +1,38 @@
 //! The unit that travels on a link: a fixed 64-byte header and the rows it announces.
 //!
 //! ```text
-//!  0  magic   "AFD1"      4 B     8  epoch   u64        32  rows        u32     48  reserved, zero  8 B
+//!  0  magic   "AFD1"      4 B     8  epoch   u64        32  rows        u32     48  body_sum  u64 (sum64)
 //!  4  kind    u8                 16  step    u64        36  columns     u32     56  body_crc  u32 (CRC-32C)
 //!  5  dtype   u8                 24  layer   u16        40  body_bytes  u32     60  header_crc u32 (CRC-32C of
 //!  6  side    u8                 26  stage   u8         44  side_columns u32          bytes 0..60)
 //!  7  flags   u8                 27..32 reserved, zero
 //! ```
-//! Little-endian; `flags` and what is reserved are zero. The body is the rows `[rows, columns]` of `dtype`, then the
-//! side tensors of the dispatch, in the order of [`SideKind`]; an error or close frame has neither and carries text
-//! instead. A header that fails its checksum means the stream cannot be trusted any further; a body that fails its own
-//! is dropped and the link reset. Nothing is ever used before it was verified.
+//! Little-endian; what is reserved is zero. The body is the rows `[rows, columns]` of `dtype`, then the side tensors of the
+//! dispatch, in the order of [`SideKind`]; an error or close frame has neither and carries text instead.
+//!
+//! `flags` say how the body is summed and where its sum stands. 0: by CRC-32C, in `body_crc`. 1: by
+//! [`sum64`](afd_ffi::sum64), in `body_sum`. 3: by that too, in eight bytes behind the body which `body_bytes` does not count,
+//! so that a large body can be summed and sent piece by piece. The fields that are not used are zero. Which of the two sums a
+//! link's frames carry is agreed when it is opened ([`Checksum`]); the other one is refused.
+//!
+//! A header that fails its checksum means the stream cannot be trusted any further; a body that fails its own is dropped and
+//! the link reset. Nothing is ever used before it was verified.
 use crate::ids::{Epoch, HopKey, LayerIdx, StageIdx, StepId};
 
 mod checksum;
 
-use checksum::crc32c;
-pub use checksum::{BodyCheck, body_crc, verify_body};
+pub use checksum::{BodyCheck, BodySum, Checksum, body_sum, crc32c, verify_body};
 
 /// Size of an encoded [`FrameHeader`], bytes.
 pub const HEADER_BYTES: usize = 64;
+
+/// Bytes behind a body whose sum stands there.
+pub const TRAILER_BYTES: usize = 8;
+
+/// Of `flags`: the body is summed by [`Checksum::Sum64`].
+const SUM64: u8 = 1;
+/// Of `flags`: its sum stands behind it.
+const BEHIND: u8 = 2;
 
 /// Most bytes of the body of an error or close frame, whatever was agreed for rows.
 pub const MAX_TEXT_BYTES: u32 = 2048;
@@ -141,6 +154,8 @@ pub struct FrameLimits {
     pub max_rows: u32,
     /// Most bytes of a body of rows; text has [`MAX_TEXT_BYTES`].
     pub max_body_bytes: u32,
+    /// How bodies are summed.
+    pub checksum: Checksum,
 }
 
 /// Why bytes are not a frame, or not one that was agreed to.
@@ -164,9 +179,17 @@ pub enum FrameError {
     #[error("body checksum is {found:08x}, computed {computed:08x}")]
     BodyChecksum {
         /// As sent.
-        found: u32,
+        found: u64,
         /// As computed here.
-        computed: u32,
+        computed: u64,
+    },
+    /// The body is summed in another way than was agreed.
+    #[error("the body is summed by {found}, agreed is {agreed}")]
+    OtherChecksum {
+        /// As sent.
+        found: Checksum,
+        /// When the link was opened.
+        agreed: Checksum,
     },
     /// A field has a value this version does not know.
     #[error("unknown {field}: {value}")]
@@ -197,13 +220,30 @@ pub enum FrameError {
 }
 
 impl FrameHeader {
-    /// The header on the wire, of a body with checksum `body_crc` (see [`body_crc`]).
-    pub fn encode(&self, body_crc: u32) -> [u8; HEADER_BYTES] {
+    /// The header on the wire, of a body that is summed to `sum`.
+    pub fn encode(&self, sum: BodySum) -> [u8; HEADER_BYTES] {
+        self.encoded(Some(sum))
+    }
+
+    /// The header on the wire, of a body whose [`sum64`](Checksum::Sum64) stands behind it.
+    pub fn encode_before(&self) -> [u8; HEADER_BYTES] {
+        self.encoded(None)
+    }
+
+    fn encoded(&self, sum: Option<BodySum>) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         out[..4].copy_from_slice(&MAGIC);
         out[4] = self.kind as u8;
         out[5] = self.dtype as u8;
         out[6] = self.side as u8;
+        match sum {
+            Some(BodySum::Crc32c(sum)) => out[56..60].copy_from_slice(&sum.to_le_bytes()),
+            Some(BodySum::Sum64(sum)) => {
+                out[7] = SUM64;
+                out[48..56].copy_from_slice(&sum.to_le_bytes());
+            }
+            None => out[7] = SUM64 | BEHIND,
+        }
         out[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
         out[16..24].copy_from_slice(&self.hop.step.0.to_le_bytes());
         out[24..26].copy_from_slice(&self.hop.layer.0.to_le_bytes());
@@ -212,17 +252,20 @@ impl FrameHeader {
         out[36..40].copy_from_slice(&self.columns.to_le_bytes());
         out[40..44].copy_from_slice(&self.body_bytes.to_le_bytes());
         out[44..48].copy_from_slice(&self.side_columns.to_le_bytes());
-        out[56..60].copy_from_slice(&body_crc.to_le_bytes());
         let header_crc = crc32c(&out[..60]);
         out[60..].copy_from_slice(&header_crc.to_le_bytes());
         out
     }
 
-    /// A verified header within `limits`, and the checksum its body must have.
+    /// A verified header within `limits`, and what its body must be summed to: `None` where that stands behind it, in
+    /// [`TRAILER_BYTES`].
     ///
     /// # Errors
     /// [`FrameError`]; nothing behind these bytes can be trusted then.
-    pub fn decode(bytes: &[u8; HEADER_BYTES], limits: &FrameLimits) -> Result<(Self, u32), FrameError> {
+    pub fn decode(
+        bytes: &[u8; HEADER_BYTES],
+        limits: &FrameLimits,
+    ) -> Result<(Self, Option<BodySum>), FrameError> {
         if bytes[..4] != MAGIC {
             return Err(FrameError::Magic { found: field(bytes, 0) });
         }
@@ -231,10 +274,18 @@ impl FrameHeader {
             return Err(FrameError::HeaderChecksum { found, computed });
         }
         let unknown = |field, value| FrameError::Unknown { field, value };
-        if let Some(value) =
-            [7, 27, 28, 29, 30, 31].into_iter().chain(48..56).map(|i| bytes[i]).find(|b| *b != 0)
-        {
-            return Err(unknown("flags", value));
+        let (sum, unused) = match bytes[7] {
+            0 => (Some(BodySum::Crc32c(u32::from_le_bytes(field(bytes, 56)))), 48..56),
+            SUM64 => (Some(BodySum::Sum64(u64::from_le_bytes(field(bytes, 48)))), 56..60),
+            flags if flags == SUM64 | BEHIND => (None, 48..60),
+            other => return Err(unknown("flags", other)),
+        };
+        if let Some(value) = (27..32).chain(unused).map(|i| bytes[i]).find(|b| *b != 0) {
+            return Err(unknown("reserved", value));
+        }
+        let found = sum.map_or(Checksum::Sum64, BodySum::checksum);
+        if found != limits.checksum {
+            return Err(FrameError::OtherChecksum { found, agreed: limits.checksum });
         }
         let header = Self {
             kind: FrameKind::from_wire(bytes[4]).ok_or(unknown("kind", bytes[4]))?,
@@ -252,7 +303,7 @@ impl FrameHeader {
             side_columns: u32::from_le_bytes(field(bytes, 44)),
         };
         header.check(limits)?;
-        Ok((header, u32::from_le_bytes(field(bytes, 56))))
+        Ok((header, sum))
     }
 
     /// Whether the frame is one that was agreed to: rows and bytes within `limits`, and a body as large as the shape

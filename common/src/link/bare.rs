@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::intake::{FrameReader, Intake, Progress};
 use super::port::Port;
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
-use crate::frame::{FrameHeader, body_crc};
+use crate::frame::{FrameHeader, body_sum};
 
 type Sent = Arc<Mutex<VecDeque<Vec<u8>>>>;
 
@@ -61,7 +61,7 @@ impl BareWire {
 
 impl BareLink {
     fn push(&self, header: &FrameHeader, body: &[&[u8]]) {
-        let mut frame = header.encode(body_crc(body)).to_vec();
+        let mut frame = header.encode(body_sum(self.port.limits.checksum, body)).to_vec();
         body.iter().for_each(|part| frame.extend_from_slice(part));
         lock(&self.sent).push_back(frame);
     }
@@ -111,11 +111,20 @@ mod tests {
 
     use super::super::contract::{self, Fixture, Side, Wire};
     use super::*;
+    use crate::frame::Checksum;
 
     /// A transport that is always there and harms nobody.
-    struct Bare;
+    struct Bare(Checksum);
 
     impl Fixture for Bare {
+        fn checksum(&self) -> Checksum {
+            self.0
+        }
+
+        fn has_trailers(&self) -> bool {
+            true
+        }
+
         fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {
             let bells = (Doorbell::default(), Doorbell::default());
             let ((left, at_left), (right, at_right)) = (end(a, bells.0.clone()), end(b, bells.1.clone()));
@@ -153,5 +162,11 @@ mod tests {
         }
     }
 
-    contract::contract_tests!(Bare);
+    contract::contract_tests!(Bare(Checksum::Crc32c));
+
+    mod sum64 {
+        use super::*;
+
+        contract::contract_tests!(Bare(Checksum::Sum64));
+    }
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkKind};
-use crate::frame::{FrameHeader, FrameKind, RowType, SideKind, body_crc};
+use crate::frame::{Checksum, FrameHeader, FrameKind, RowType, SideKind, body_sum};
 use crate::ids::{Epoch, HopKey};
 
 mod damage;
@@ -20,6 +20,16 @@ pub trait Fixture {
 
     /// An end, and in place of the other one its bare transport. `None` where nothing is encoded.
     fn raw(&self, limits: Limits) -> Option<(Side, Box<dyn Wire>)>;
+
+    /// How both ends sum bodies.
+    fn checksum(&self) -> Checksum {
+        Checksum::Crc32c
+    }
+
+    /// Whether a sum may stand behind its body there.
+    fn has_trailers(&self) -> bool {
+        false
+    }
 
     /// Rows of a frame larger than what the transport takes at once; fewer where all of it is allocated in advance.
     fn large_rows(&self) -> u32 {
@@ -87,7 +97,13 @@ pub fn limits(peer: &str) -> Limits {
         credits: 2,
         max_rows: MAX_ROWS,
         max_body_bytes: MAX_ROWS * (COLUMNS * 4 + 64),
+        checksum: Checksum::Crc32c,
     }
+}
+
+/// The same, with bodies summed as the fixture says.
+fn agreed(fixture: &dyn Fixture, peer: &str) -> Limits {
+    Limits { checksum: fixture.checksum(), ..limits(peer) }
 }
 
 /// A header for `body` as rows of [`COLUMNS`] f32.
@@ -112,13 +128,13 @@ fn body(num_rows: u32, seed: u64) -> Vec<u8> {
 }
 
 /// A dispatch frame as bytes.
-fn encoded(epoch: Epoch, step: u64, body: &[u8]) -> Vec<u8> {
+fn encoded(fixture: &dyn Fixture, epoch: Epoch, step: u64, body: &[u8]) -> Vec<u8> {
     let header = FrameHeader { epoch, ..rows(FrameKind::Dispatch, FrameHeader::key(step, 0, 0), body) };
-    [&header.encode(body_crc(&[body])), body].concat()
+    [&header.encode(body_sum(fixture.checksum(), &[body])), body].concat()
 }
 
 fn pair(fixture: &dyn Fixture) -> (Side, Side) {
-    fixture.pair(limits("B"), limits("A"))
+    fixture.pair(agreed(fixture, "B"), agreed(fixture, "A"))
 }
 
 /// Frames arrive whole and in order, from no row to as many as agreed, and their answers too.
@@ -209,8 +225,8 @@ pub fn frames_that_were_not_agreed_are_not_sent(fixture: &dyn Fixture) {
 
 /// Frames of another epoch never reach the engine.
 pub fn another_epoch_is_dropped_and_counted(fixture: &dyn Fixture) {
-    let other = Limits { epoch: Epoch(EPOCH.0 - 1), ..limits("B") };
-    let (mut a, mut b) = fixture.pair(other, limits("A"));
+    let other = Limits { epoch: Epoch(EPOCH.0 - 1), ..agreed(fixture, "B") };
+    let (mut a, mut b) = fixture.pair(other, agreed(fixture, "A"));
     a.dispatch(1, &body(3, 1)).unwrap();
     a.dispatch(2, &[]).unwrap();
     b.dispatch(3, &[]).unwrap();
@@ -218,9 +234,9 @@ pub fn another_epoch_is_dropped_and_counted(fixture: &dyn Fixture) {
     assert!(b.next().is_err());
     let counts = b.link.stats().counts();
     assert_eq!((counts.dropped_epoch, counts.frames_received, counts.frames_held), (2, 0, 0));
-    if let Some((mut side, mut wire)) = fixture.raw(limits("raw")) {
-        wire.write(&encoded(Epoch(1), 1, &body(MAX_ROWS, 1)));
-        wire.write(&encoded(EPOCH, 2, &body(1, 2)));
+    if let Some((mut side, mut wire)) = fixture.raw(agreed(fixture, "raw")) {
+        wire.write(&encoded(fixture, Epoch(1), 1, &body(MAX_ROWS, 1)));
+        wire.write(&encoded(fixture, EPOCH, 2, &body(1, 2)));
         assert_eq!(side.next().unwrap().header.hop.step.0, 2);
         assert_eq!(side.link.stats().counts().dropped_epoch, 1);
     }
@@ -305,7 +321,8 @@ pub fn two_threads_exchange_ten_thousand_hops(fixture: &dyn Fixture) {
 /// A peer that does not read holds nobody up.
 pub fn sending_never_blocks(fixture: &dyn Fixture) {
     let num_rows = fixture.large_rows();
-    let large = |peer| Limits { max_rows: num_rows, max_body_bytes: num_rows * COLUMNS * 4, ..limits(peer) };
+    let large =
+        |peer| Limits { max_rows: num_rows, max_body_bytes: num_rows * COLUMNS * 4, ..agreed(fixture, peer) };
     let sent = body(num_rows, 0);
     let at_once = |side: &mut Side| {
         let started = Instant::now();
@@ -347,6 +364,9 @@ macro_rules! link_contract_tests {
             another_epoch_is_dropped_and_counted
             a_duplicate_is_dropped_and_counted
             a_corrupt_frame_breaks_the_link
+            any_damage_to_a_body_breaks_the_link
+            another_checksum_than_agreed_breaks_the_link
+            a_sum_behind_a_body_counts_as_one_before_it
             a_peer_beyond_its_credits_breaks_the_link
             a_truncated_stream_is_lost
             close_is_seen_with_its_reason_after_earlier_frames

@@ -87,8 +87,8 @@ impl Doorbell {
         Some(LaneWatch { bell: self.clone(), lane })
     }
 
-    /// Wakes whenever this socket can be read, for as long as somebody holds what is returned: whoever waits must have read
-    /// it until nothing was left. `None` where the bell sleeps on lanes, or the system has no descriptors left: a thread has
+    /// Wakes once for whatever comes on this socket, for as long as somebody holds what is returned: whoever waits must have
+    /// read it until nothing was left. `None` where the bell sleeps on lanes, or the system has no descriptors left: a thread has
     /// to ring for the socket then.
     pub(super) fn watch_socket(&self, socket: &Arc<TcpStream>) -> Option<SocketWatch> {
         let lanes = self.lock_lanes();
@@ -225,7 +225,12 @@ mod tests {
             scope.spawn(|| std::io::Write::write_all(&mut far, b"a").unwrap());
             assert!(bell.wait(seen, patience()));
         });
-        assert!(bell.wait(seen, patience()), "until it is read");
+        let soon = Instant::now() + Duration::from_millis(2);
+        assert!(!bell.wait(seen, Some(soon)), "told once, read or not");
+        std::thread::scope(|scope| {
+            scope.spawn(|| std::io::Write::write_all(&mut far, b"b").unwrap());
+            assert!(bell.wait(seen, patience()), "something new has come");
+        });
         drop(watch);
         let soon = Instant::now() + Duration::from_millis(2);
         assert!(!bell.wait(seen, Some(soon)), "no longer");

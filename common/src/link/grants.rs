@@ -10,6 +10,7 @@ use rand::CryptoRng;
 use subtle::ConstantTimeEq;
 
 use super::{Limits, LinkKind};
+use crate::frame::Checksum;
 use crate::ids::Epoch;
 
 /// Names a link within the FFN process.
@@ -103,6 +104,8 @@ pub struct GrantSpec {
     pub max_rows: u32,
     /// Most bytes of a frame's body.
     pub max_body_bytes: u32,
+    /// How bodies are summed.
+    pub checksum: Checksum,
 }
 
 /// A grant: the ticket for the peer, and what both ends will hold to.
@@ -192,6 +195,7 @@ impl<T> Grants<T> {
             credits: spec.credits,
             max_rows: spec.max_rows,
             max_body_bytes: spec.max_body_bytes,
+            checksum: spec.checksum,
         };
         self.next_id += 1;
         let (secret, limits_here) = (ticket.secret.clone(), limits.clone());
@@ -241,7 +245,8 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(5);
 
     fn spec(kind: LinkKind) -> GrantSpec {
-        GrantSpec { kind, peer: "A0".into(), credits: 2, max_rows: 8, max_body_bytes: 512 }
+        let checksum = Checksum::Sum64;
+        GrantSpec { kind, peer: "A0".into(), credits: 2, max_rows: 8, max_body_bytes: 512, checksum }
     }
 
     fn grants() -> (Grants<&'static str>, rand_chacha::ChaCha12Rng, Instant) {

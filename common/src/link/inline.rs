@@ -2,7 +2,8 @@
 //!
 //! The engine's end is an ordinary [`HopLink`]; a task per end moves frames between it and the stream. What is sent waits
 //! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine. A frame that
-//! cannot be right ends the stream with `INVALID_ARGUMENT` and the reason.
+//! cannot be right ends the stream with `INVALID_ARGUMENT` and the reason. Bodies have CRC-32C, whatever else was agreed: this is
+//! the link of clients in any language.
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -22,7 +23,7 @@ use super::port::Port;
 use super::socket::AttachError;
 use super::{Body, Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
 use crate::frame::{
-    FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, body_crc, verify_body,
+    Checksum, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, body_sum, verify_body,
 };
 use crate::proto::v1::layer_stage_service_client::LayerStageServiceClient;
 use crate::proto::v1::{StreamAttach, StreamStagesRequest, StreamStagesResponse};
@@ -147,7 +148,7 @@ impl InlineLink {
     fn pump(&self) -> Pump {
         Pump {
             inbox: Arc::clone(&self.port.inbox),
-            limits: self.port.limits.frame_limits(),
+            limits: FrameLimits { checksum: Checksum::Crc32c, ..self.port.limits.frame_limits() },
             closed: self.closed.clone(),
             refused: Arc::default(),
         }
@@ -155,7 +156,7 @@ impl InlineLink {
 
     fn push(&self, header: &FrameHeader, body: &[&[u8]]) -> Result<(), LinkError> {
         let mut frame = BytesMut::with_capacity(HEADER_BYTES + header.body_bytes as usize);
-        frame.extend_from_slice(&header.encode(body_crc(body)));
+        frame.extend_from_slice(&header.encode(body_sum(Checksum::Crc32c, body)));
         body.iter().for_each(|part| frame.extend_from_slice(part));
         let out = self.out.as_ref().ok_or_else(|| self.port.inbox.closed("closed"))?;
         out.try_send(frame.freeze()).map_err(|error| {
@@ -251,7 +252,7 @@ impl Pump {
                 .inbox
                 .corrupt(format!("a message of {} bytes has no room for a header", message.len())));
         };
-        let (header, crc) =
+        let (header, sum) =
             FrameHeader::decode(header, &self.limits).map_err(|error| self.inbox.corrupt(error))?;
         let body = message.split_off(HEADER_BYTES);
         if body.len() != header.body_bytes as usize {
@@ -262,7 +263,8 @@ impl Pump {
             );
             return Err(self.inbox.corrupt(what));
         }
-        verify_body(&body, crc).map_err(|error| self.inbox.corrupt(error))?;
+        let sum = sum.ok_or_else(|| self.inbox.corrupt("a message has nothing behind its body"))?;
+        verify_body(&body, sum).map_err(|error| self.inbox.corrupt(error))?;
         if header.kind == FrameKind::Close {
             return Err(self.inbox.closed(String::from_utf8_lossy(&body)));
         }

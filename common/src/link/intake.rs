@@ -8,7 +8,8 @@ use super::pool::{Pool, PooledBuf};
 use super::port::Port;
 use super::{Body, InFrame, LinkError};
 use crate::frame::{
-    BodyCheck, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, verify_body,
+    BodyCheck, BodySum, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, MAX_TEXT_BYTES, TRAILER_BYTES,
+    verify_body,
 };
 
 /// Bytes of a body that are read together with its header: of the first, and the fewest.
@@ -63,8 +64,9 @@ pub(super) struct FrameReader {
 /// A frame whose header is there.
 struct Expected {
     header: FrameHeader,
-    crc: u32,
-    /// Header and body.
+    /// None where it stands behind the body.
+    sum: Option<BodySum>,
+    /// Header, body and what stands behind it.
     bytes: usize,
     /// Of the body so far; none where it came in one piece.
     check: Option<BodyCheck>,
@@ -115,10 +117,11 @@ impl FrameReader {
             true => take(&self.ahead, &mut self.ahead_at, piece),
             false => input.read(piece)?,
         };
-        self.filled += read;
-        if let Some(Expected { check: Some(check), .. }) = &mut self.expected {
-            check.update(&piece[..read]);
+        if let Some(Expected { header, check: Some(check), .. }) = &mut self.expected {
+            let body_left = (HEADER_BYTES + header.body_bytes as usize).saturating_sub(self.filled);
+            check.update(&piece[..read.min(body_left)]);
         }
+        self.filled += read;
         Ok(read)
     }
 
@@ -127,39 +130,45 @@ impl FrameReader {
         let frame = memory(&mut self.frame, &self.intake);
         let (head, behind) = frame[..self.filled].split_at(HEADER_BYTES);
         let head = head.first_chunk().ok_or_else(|| self.intake.inbox.corrupt("no header"))?;
-        let (header, crc) = FrameHeader::decode(head, &self.intake.limits)
+        let (header, sum) = FrameHeader::decode(head, &self.intake.limits)
             .map_err(|error| self.intake.inbox.corrupt(error))?;
         let body = header.body_bytes as usize;
-        let bytes = HEADER_BYTES + body;
+        let to_come = body + if sum.is_none() { TRAILER_BYTES } else { 0 };
+        let bytes = HEADER_BYTES + to_come;
         if self.filled > bytes {
             self.ahead.clear();
-            self.ahead.extend_from_slice(&behind[body..]);
+            self.ahead.extend_from_slice(&behind[to_come..]);
             self.ahead_at = 0;
             self.filled = bytes;
         }
         let check = (self.filled < bytes).then(|| {
-            let mut check = BodyCheck::default();
-            check.update(behind);
+            let mut check = BodyCheck::new(self.intake.limits.checksum);
+            check.update(&behind[..behind.len().min(body)]);
             check
         });
-        self.with_header = body.clamp(LEAST_READ_BYTES, PIECE_BYTES);
-        self.expected = Some(Expected { header, crc, bytes, check });
+        self.with_header = to_come.clamp(LEAST_READ_BYTES, PIECE_BYTES);
+        self.expected = Some(Expected { header, sum, bytes, check });
         Ok(())
     }
 
     /// All of a frame is there.
     fn finish(&mut self) -> Result<Progress, LinkError> {
-        let (Some(Expected { header, crc, check, .. }), Some(mut frame)) =
+        let (Some(Expected { header, sum, check, .. }), Some(mut frame)) =
             (self.expected.take(), self.frame.take())
         else {
             return Ok(Progress::Waits { missing: 0 });
         };
         self.filled = 0;
-        frame.shorten(header.body_bytes as usize);
+        let body = header.body_bytes as usize;
+        let sum = sum.unwrap_or_else(|| {
+            let behind = &frame.frame_mut()[HEADER_BYTES + body..];
+            BodySum::Sum64(u64::from_le_bytes(std::array::from_fn(|i| behind[i])))
+        });
+        frame.shorten(body);
         let inbox = &self.intake.inbox;
         let verified = match check {
-            Some(check) => check.verify(crc),
-            None => verify_body(frame.bytes(), crc),
+            Some(check) => check.verify(sum),
+            None => verify_body(frame.bytes(), sum),
         };
         verified.map_err(|error| inbox.corrupt(error))?;
         if header.kind == FrameKind::Close {
@@ -195,7 +204,7 @@ fn take(from: &[u8], at: &mut usize, to: &mut [u8]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::{RowType, SideKind, body_crc};
+    use crate::frame::{Checksum, RowType, SideKind, body_sum};
     use crate::link::contract::limits;
     use crate::link::{Doorbell, Limits};
 
@@ -219,6 +228,7 @@ mod tests {
         }
     }
 
+    /// On the wire, and its body. Of those with a sum of 64 bits every other one has it behind the body.
     fn frame(step: u64, bytes: usize, limits: &Limits) -> (Vec<u8>, Vec<u8>) {
         let body: Vec<u8> = (0..bytes).map(|i| (i as u64 * 31 + step) as u8).collect();
         let header = FrameHeader {
@@ -232,13 +242,29 @@ mod tests {
             side_columns: 0,
             body_bytes: bytes as u32,
         };
-        ([&header.encode(body_crc(&[&body]))[..], &body].concat(), body)
+        let wire = match body_sum(limits.checksum, &[&body]) {
+            BodySum::Sum64(sum) if step % 2 == 1 => {
+                [&header.encode_before()[..], &body, &sum.to_le_bytes()].concat()
+            }
+            sum => [&header.encode(sum)[..], &body].concat(),
+        };
+        (wire, body)
     }
 
     #[test]
     fn frames_are_whole_in_whatever_pieces_they_come() {
+        come_in_pieces(Checksum::Crc32c);
+    }
+
+    #[test]
+    fn and_with_their_sums_before_and_behind_them() {
+        come_in_pieces(Checksum::Sum64);
+    }
+
+    fn come_in_pieces(checksum: Checksum) {
         let large = 2 << 20;
-        let limits = Limits { max_rows: 1 << 16, max_body_bytes: large, credits: 12, ..limits("pieces") };
+        let (max_rows, max_body_bytes) = (1 << 16, large);
+        let limits = Limits { max_rows, max_body_bytes, credits: 12, checksum, ..limits("pieces") };
         let (first, piece) = (FIRST_READ_BYTES, PIECE_BYTES);
         let sizes =
             [first, 0, 256, 33 * 256, 33 * 256, 0, first + 256, piece, piece, large as usize, 512, 512];
@@ -253,7 +279,11 @@ mod tests {
                     match reader.read(&mut input).unwrap() {
                         Progress::Frame(frame) => break frame.expect("of this epoch"),
                         Progress::Waits { missing } => {
-                            assert!(missing <= body.len(), "{missing} of {} are missing", body.len());
+                            assert!(
+                                missing <= body.len() + TRAILER_BYTES,
+                                "{missing} of {} are missing",
+                                body.len()
+                            );
                         }
                     }
                 };

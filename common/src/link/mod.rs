@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::frame::{FrameHeader, FrameLimits};
+use crate::frame::{Checksum, FrameHeader, FrameLimits};
 use crate::ids::Epoch;
 
 pub mod attach;
@@ -18,6 +18,7 @@ pub mod book;
 pub mod contract;
 mod credits;
 mod doorbell;
+pub mod features;
 pub mod grants;
 mod in_frame;
 mod inbox;
@@ -139,6 +140,8 @@ pub struct Limits {
     pub max_rows: u32,
     /// Most bytes of a frame's body.
     pub max_body_bytes: u32,
+    /// How bodies are summed.
+    pub checksum: Checksum,
 }
 
 impl Limits {
@@ -150,7 +153,8 @@ impl Limits {
 
     /// What a receiver checks headers against.
     pub fn frame_limits(&self) -> FrameLimits {
-        FrameLimits { max_rows: self.max_rows, max_body_bytes: self.max_body_bytes }
+        let Self { max_rows, max_body_bytes, checksum, .. } = *self;
+        FrameLimits { max_rows, max_body_bytes, checksum }
     }
 }
 

@@ -3,10 +3,13 @@
 use std::sync::{Arc, Mutex};
 
 use super::stats::LinkStats;
-use crate::frame::HEADER_BYTES;
+use crate::frame::{HEADER_BYTES, TRAILER_BYTES};
 
-/// Before a body its header, and behind it the next one.
-const AROUND_BYTES: usize = 2 * HEADER_BYTES;
+/// Where bodies begin: at lines of the processor's cache. Sums and copies that read 64 bytes at a time run at half their
+/// rate where each of those lies in two lines.
+const LINE_BYTES: usize = 64;
+/// Before a body its header and what brings it to the begin of a line, behind it its sum and the next header.
+const AROUND_BYTES: usize = LINE_BYTES + 2 * HEADER_BYTES + TRAILER_BYTES;
 
 /// A set of equally large buffers, each with room around a body.
 #[derive(Clone)]
@@ -34,7 +37,8 @@ impl Pool {
         if buf.len() < len + AROUND_BYTES {
             buf.resize(len + AROUND_BYTES, 0);
         }
-        PooledBuf { buf, len, home: Arc::clone(&self.free) }
+        let header_at = buf.as_ptr().addr().next_multiple_of(LINE_BYTES) - buf.as_ptr().addr();
+        PooledBuf { buf, header_at, len, home: Arc::clone(&self.free) }
     }
 }
 
@@ -42,6 +46,7 @@ impl Pool {
 pub struct PooledBuf {
     // Stays as long as it was made, so that no byte is ever cleared just to be overwritten.
     buf: Vec<u8>,
+    header_at: usize,
     len: usize,
     home: Arc<Mutex<Vec<Vec<u8>>>>,
 }
@@ -49,17 +54,17 @@ pub struct PooledBuf {
 impl PooledBuf {
     /// The body that was written.
     pub fn bytes(&self) -> &[u8] {
-        &self.buf[HEADER_BYTES..][..self.len]
+        &self.buf[self.header_at + HEADER_BYTES..][..self.len]
     }
 
     /// The body, for the link that fills it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.buf[HEADER_BYTES..][..self.len]
+        &mut self.buf[self.header_at + HEADER_BYTES..][..self.len]
     }
 
-    /// Header, body and the next header, for a link that gets one behind the other.
+    /// Header, body, its sum and the next header, for a link that gets one behind the other.
     pub(super) fn frame_mut(&mut self) -> &mut [u8] {
-        &mut self.buf[..self.len + AROUND_BYTES]
+        &mut self.buf[self.header_at..][..self.len + 2 * HEADER_BYTES + TRAILER_BYTES]
     }
 
     /// Only the first `len` bytes of the body were written.
@@ -97,6 +102,7 @@ mod tests {
             let (mut first, second) = (pool.take(3), pool.take(8));
             first.copy_parts(&[b"a", b"", b"bc"]);
             assert_eq!((first.bytes(), second.bytes().len()), (&b"abc"[..], 8));
+            assert!(first.bytes().as_ptr().addr().is_multiple_of(LINE_BYTES));
         }
         assert_eq!(stats.counts().buffers_grown, 0);
         let held = [pool.take(1), pool.take(1), pool.take(1)];

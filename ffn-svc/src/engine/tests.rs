@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use afd_common::frame::{FrameKind, RowType, SideKind};
+use afd_common::frame::{Checksum, FrameKind, RowType, SideKind};
 use afd_common::ids::{Epoch, HopKey, LayerIdx, Shard, StepId};
 use afd_common::link::loopback::{self, LoopbackLink};
 use afd_common::link::{InFrame, Limits, LinkError, LinkKind};
@@ -97,6 +97,7 @@ impl Bench {
             credits: 4,
             max_rows: 16,
             max_body_bytes: 4096,
+            checksum: Checksum::Crc32c,
         };
         let bell = Doorbell::default();
         let ours = (limits("F0"), bell.clone());

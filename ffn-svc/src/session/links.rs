@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use afd_common::link::grants::{Grant, GrantSpec, Refusal as AttachRefusal, Ticket};
-use afd_common::link::{Doorbell, HopLink, Limits, LinkKind};
+use afd_common::link::{Doorbell, HopLink, Limits, LinkKind, features};
 use afd_common::proto::v1;
 use afd_common::spelling;
 use tonic::{Code, Status};
@@ -84,11 +84,10 @@ impl Sessions {
         check_sizes(session, link)?;
         let max_body_bytes = Limits::body_bytes(link.max_rows, self.engine().spec().max_row_bytes())
             .ok_or_else(|| invalid("links.max_rows", format!("{} rows do not fit a frame", link.max_rows)))?;
+        let v1::LinkRequest { credits, max_rows, .. } = *link;
+        let checksum = features::checksum(kind, &session.agreement.features);
         let peer = session.place.to_string();
-        Ok((
-            wire_kind,
-            GrantSpec { kind, peer, credits: link.credits, max_rows: link.max_rows, max_body_bytes },
-        ))
+        Ok((wire_kind, GrantSpec { kind, peer, credits, max_rows, max_body_bytes, checksum }))
     }
 
     /// Uses up a grant: what was agreed, the engine's bell, and whose link it is. For the link's own handshake.

@@ -2,6 +2,7 @@
 use std::time::Instant;
 
 use afd_common::frame::FrameHeader;
+use afd_common::link::features;
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
 use tch::{Kind, Tensor};
@@ -23,11 +24,18 @@ const LAYERS: u16 = 4;
 async fn every_layer_over_every_link_and_by_unary_call_equals_the_reference() {
     for name in FIXTURES {
         let (rank, golden) = (Rank::start(options(name)).await, Golden::load(name));
-        let mut attention = Attention::join(&rank, 0).await;
         let mut stages = LayerStageServiceClient::new(rank.channel().await);
         let mut links = Vec::new();
-        for kind in [v1::LinkKind::Tcp, v1::LinkKind::Shm, v1::LinkKind::Inline] {
-            links.push((kind, attention.open(kind).await));
+        // One of an earlier version, which offers nothing, and one of this.
+        let mut both = Vec::new();
+        for (number, offered) in [(0, Vec::new()), (1, features::offered())] {
+            let request = v1::JoinRequest { features: offered.clone(), ..rank.join_request(number).await };
+            let mut attention = Attention::join_as(&rank, request).await.unwrap();
+            assert_eq!(attention.joined.features, offered, "all of it is known there");
+            for kind in [v1::LinkKind::Tcp, v1::LinkKind::Shm, v1::LinkKind::Inline] {
+                links.push((kind, attention.open(kind).await));
+            }
+            both.push(attention);
         }
         for layer in 0..LAYERS {
             let rows = golden.get(&format!("layers.{layer}.ffn_in"));

@@ -7,7 +7,7 @@ use afd_common::frame::{FrameHeader, FrameKind, RowType, SideKind};
 use afd_common::ids::{Epoch, HopKey, Shard};
 use afd_common::link::attach::{self, AttachError};
 use afd_common::link::grants::{LinkId, Secret, Ticket};
-use afd_common::link::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkKind, inline};
+use afd_common::link::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkKind, features, inline};
 use afd_common::net::{Listener, client};
 use afd_common::process::stop::Told;
 use afd_common::proto::v1;
@@ -199,17 +199,19 @@ impl Attention {
     ) -> Result<Link, AttachError> {
         let ticket =
             Ticket { link_id: LinkId(grant.link_id), secret: Secret::from_slice(&grant.secret).unwrap() };
+        let link_kind = match kind {
+            v1::LinkKind::Tcp => LinkKind::Tcp,
+            v1::LinkKind::Shm => LinkKind::Shm,
+            _ => LinkKind::Inline,
+        };
         let limits = Limits {
-            kind: match kind {
-                v1::LinkKind::Tcp => LinkKind::Tcp,
-                v1::LinkKind::Shm => LinkKind::Shm,
-                _ => LinkKind::Inline,
-            },
+            kind: link_kind,
             peer: format!("F0 at {}", self.address),
             epoch: Epoch(grant.epoch),
             credits: grant.credits,
             max_rows: grant.max_rows,
             max_body_bytes: Limits::body_bytes(grant.max_rows, self.row_bytes).unwrap(),
+            checksum: features::checksum(link_kind, &self.joined.features),
         };
         let (bell, address) = (Doorbell::default(), self.address);
         let inner: Box<dyn HopLink> = match limits.kind {

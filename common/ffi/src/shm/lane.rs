@@ -36,12 +36,11 @@ pub struct Sender {
     shape: Shape,
     lane: usize,
     head: u32,
-    next_slot: u32,
 }
 
 impl Sender {
     pub(super) fn new(mapping: Arc<Mapping>, shape: Shape, lane: usize) -> Self {
-        Self { mapping, shape, lane, head: 0, next_slot: 0 }
+        Self { mapping, shape, lane, head: 0 }
     }
 
     /// Sends `head` and the concatenation of `parts` behind it, and wakes the receiver if it sleeps.
@@ -49,32 +48,37 @@ impl Sender {
     /// # Errors
     /// [`PushError`]; nothing was sent.
     pub fn push(&mut self, head: &[u8], parts: &[&[u8]]) -> Result<(), PushError> {
-        let slots = self.shape.slots();
-        if head.len() + parts.iter().map(|part| part.len()).sum::<usize>() > self.shape.slot_bytes() {
+        let mut claim = self.claim(head.len(), parts.iter().map(|part| part.len()).sum())?;
+        parts.iter().for_each(|part| claim.write(part));
+        claim.send(head);
+        Ok(())
+    }
+
+    /// A free slot for `body_bytes` that are written piece by piece, and for `head_bytes` before them that are known once all
+    /// others are. Dropped without being sent it stays free.
+    ///
+    /// # Errors
+    /// [`PushError`].
+    pub fn claim(&mut self, head_bytes: usize, body_bytes: usize) -> Result<Claim<'_>, PushError> {
+        if head_bytes.saturating_add(body_bytes) > self.shape.slot_bytes() {
             return Err(PushError::TooLarge);
         }
-        let state = |slot| self.mapping.word(self.shape.state_at(self.lane, slot));
-        let candidates = (0..slots).map(|i| (self.next_slot + i) % slots);
-        let slot =
-            candidates.into_iter().find(|slot| state(*slot).load(Acquire) == FREE).ok_or(PushError::Full)?;
-        let mut at = self.shape.slot_at(self.lane, slot);
-        for part in std::iter::once(&head).chain(parts) {
-            self.mapping.write(at, part);
-            at += part.len();
-        }
-        state(slot).store(FULL, Relaxed);
-        self.mapping.word(self.shape.queue_at(self.lane, self.head % slots)).store(slot, Relaxed);
-        self.head = self.head.wrapping_add(1);
-        self.next_slot = (slot + 1) % slots;
-        self.mapping.word(self.shape.head_at(self.lane)).store(self.head, Release);
-        // Against a receiver that says it sleeps and then looks at the head: one of both sees the other.
-        fence(SeqCst);
-        let sleeping = self.mapping.word(self.shape.sleeping_at(self.lane));
-        // Looked at first: to write there takes the line from the receiver. Whoever takes the word back wakes, once.
-        if sleeping.load(Relaxed) != AWAKE && sleeping.swap(AWAKE, SeqCst) != AWAKE {
-            futex::wake(sleeping, Scope::Shared);
-        }
-        Ok(())
+        // Always the first: the one that was used last is still in the processor's cache.
+        let is_free = |slot: &u32| self.state(*slot).load(Acquire) == FREE;
+        let slot = (0..self.shape.slots()).find(is_free).ok_or(PushError::Full)?;
+        let begin = self.shape.slot_at(self.lane, slot);
+        Ok(Claim {
+            slot,
+            begin,
+            head_bytes,
+            at: begin + head_bytes,
+            end: begin + head_bytes + body_bytes,
+            sender: self,
+        })
+    }
+
+    fn state(&self, slot: u32) -> &AtomicU32 {
+        self.mapping.word(self.shape.state_at(self.lane, slot))
     }
 
     #[cfg(test)]
@@ -85,6 +89,43 @@ impl Sender {
     #[cfg(test)]
     pub(super) fn forge_queue(&mut self, place: u32, slot: u32) {
         self.mapping.word(self.shape.queue_at(self.lane, place)).store(slot, SeqCst);
+    }
+}
+
+/// See [`Sender::claim`].
+pub struct Claim<'a> {
+    sender: &'a mut Sender,
+    slot: u32,
+    begin: usize,
+    head_bytes: usize,
+    at: usize,
+    end: usize,
+}
+
+impl Claim<'_> {
+    /// Copies the next piece of the body.
+    pub fn write(&mut self, piece: &[u8]) {
+        assert!(piece.len() <= self.end - self.at, "more than was claimed");
+        self.sender.mapping.write(self.at, piece);
+        self.at += piece.len();
+    }
+
+    /// Announces the slot, and wakes the receiver if it sleeps.
+    pub fn send(self, head: &[u8]) {
+        assert!(head.len() == self.head_bytes && self.at == self.end, "less than was claimed");
+        let Sender { mapping, shape, lane, head: sent, .. } = self.sender;
+        mapping.write(self.begin, head);
+        mapping.word(shape.state_at(*lane, self.slot)).store(FULL, Relaxed);
+        mapping.word(shape.queue_at(*lane, *sent % shape.slots())).store(self.slot, Relaxed);
+        *sent = sent.wrapping_add(1);
+        mapping.word(shape.head_at(*lane)).store(*sent, Release);
+        // Against a receiver that says it sleeps and then looks at the head: one of both sees the other.
+        fence(SeqCst);
+        let sleeping = mapping.word(shape.sleeping_at(*lane));
+        // Looked at first: to write there takes the line from the receiver. Whoever takes the word back wakes, once.
+        if sleeping.load(Relaxed) != AWAKE && sleeping.swap(AWAKE, SeqCst) != AWAKE {
+            futex::wake(sleeping, Scope::Shared);
+        }
     }
 }
 

@@ -20,7 +20,7 @@ mod mapping;
 mod segment;
 mod shape;
 
-pub use lane::{Broken, PushError, Receiver, Sender, Slot, Watch};
+pub use lane::{Broken, Claim, PushError, Receiver, Sender, Slot, Watch};
 pub use segment::{Nonce, Segment, Side};
 pub use shape::Shape;
 

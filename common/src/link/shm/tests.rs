@@ -5,19 +5,21 @@ use std::thread;
 use std::time::Duration;
 
 use super::*;
+use crate::frame::Checksum;
 use crate::link::LinkKind;
 use crate::link::attach::{accept, dial};
 use crate::link::contract::{self, Fixture, PATIENCE, Wire};
 use crate::link::grants::{LinkId, Secret, Ticket};
 
 struct Shm {
+    checksum: Checksum,
     /// Kept while the test runs.
     sockets: Mutex<Vec<TcpStream>>,
 }
 
 impl Shm {
-    fn new() -> Self {
-        Self { sockets: Mutex::default() }
+    fn new(checksum: Checksum) -> Self {
+        Self { checksum, sockets: Mutex::default() }
     }
 }
 
@@ -42,6 +44,10 @@ fn attach(a: (Limits, Doorbell), b: (Limits, Doorbell)) -> Attached {
 }
 
 impl Fixture for Shm {
+    fn checksum(&self) -> Checksum {
+        self.checksum
+    }
+
     fn pair(&self, a: Limits, b: Limits) -> (contract::Side, contract::Side) {
         let bells = (Doorbell::default(), Doorbell::default());
         let (left, right) = attach((shm(a), bells.0.clone()), (shm(b), bells.1.clone()));
@@ -89,7 +95,13 @@ impl Wire for RawLane {
     }
 }
 
-contract::contract_tests!(Shm::new());
+contract::contract_tests!(Shm::new(Checksum::Crc32c));
+
+mod sum64 {
+    use super::{Checksum, Shm, contract};
+
+    contract::contract_tests!(Shm::new(Checksum::Sum64));
+}
 
 /// Ends whose bells had no place left for their lanes when they were attached.
 fn pair_with_ringers(a: Limits, b: Limits) -> (contract::Side, contract::Side) {

@@ -8,7 +8,7 @@
 //! connection becomes a link. A shutdown of the socket ends every blocking call, so both threads are joined when the link
 //! is dropped.
 use std::io;
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{Builder, JoinHandle};
@@ -22,7 +22,7 @@ use super::port::Port;
 use super::socket::{AttachError, Socket};
 use super::stream::LinkStream;
 use super::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkStats};
-use crate::frame::{FrameHeader, HEADER_BYTES, MAX_TEXT_BYTES, body_crc};
+use crate::frame::{Checksum, FrameHeader, HEADER_BYTES, MAX_TEXT_BYTES, TRAILER_BYTES, body_sum};
 
 mod outbox;
 mod reader;
@@ -34,6 +34,9 @@ use reader::{Errand, Thread, end_link};
 const LINGER: Duration = Duration::from_millis(250);
 /// A body of which more than this is still to come is left to the reader thread.
 const LARGE_BYTES: usize = 1 << 20;
+/// A body of more than this is summed and sent in pieces of so many bytes, where both ends agreed to have its sum behind it:
+/// the system copies each while the processor's cache still has it, and the peer reads it while the next one is summed.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// One end of a link over TCP.
 pub struct TcpLink {
@@ -61,14 +64,14 @@ impl TcpLink {
         let stream = stream.into();
         let socket = stream.socket();
         socket.set_nonblocking(false)?;
-        socket.set_nodelay(true)?;
+        set_options(socket)?;
         socket.set_read_timeout(None)?;
         socket.set_write_timeout(None)?;
         let keepalive =
             TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
         SockRef::from(&**socket).set_tcp_keepalive(&keepalive.with_retries(3))?;
 
-        let frame_bytes = HEADER_BYTES + limits.max_body_bytes.max(MAX_TEXT_BYTES) as usize;
+        let frame_bytes = HEADER_BYTES + limits.max_body_bytes.max(MAX_TEXT_BYTES) as usize + TRAILER_BYTES;
         let outbox = Arc::new(Outbox::new(2 * limits.credits as usize + 1, frame_bytes));
         let port = Port::new(limits, bell.clone());
         let (errands, asked) = mpsc::channel();
@@ -105,8 +108,11 @@ impl TcpLink {
     }
 
     fn write(&self, header: &FrameHeader, body: &[&[u8]]) -> io::Result<()> {
-        let encoded = header.encode(body_crc(body));
-        self.outbox.write(&self.stream, &encoded, body)
+        let checksum = self.port.limits.checksum;
+        if checksum == Checksum::Sum64 && header.body_bytes as usize > PIECE_BYTES {
+            return self.outbox.write_in_pieces(&self.stream, &header.encode_before(), body, PIECE_BYTES);
+        }
+        self.outbox.write(&self.stream, &header.encode(body_sum(checksum, body)), body)
     }
 
     /// Reads on. `None` where nothing is to be read here, or the link has ended.
@@ -142,6 +148,18 @@ impl TcpLink {
             let _ = errands.send(errand(reader));
         }
     }
+}
+
+/// What a connection needs to carry frames without delay.
+pub(super) fn set_options(socket: &TcpStream) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    // Within a host there is no network to be congested. An algorithm that measures one and paces what is sent, as BBR does,
+    // measures its own pace there: of equal connections some then take twice as long for the same frame, for as long as they
+    // live. Reno is what every system has; without it the connection works, too.
+    if socket.peer_addr()?.ip() == socket.local_addr()?.ip() {
+        let _ = SockRef::from(socket).set_tcp_congestion(b"reno");
+    }
+    Ok(())
 }
 
 impl HopLink for TcpLink {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use afd_ffi::socket::{send_now, wait_writable};
 
-use crate::frame::HEADER_BYTES;
+use crate::frame::{BodyCheck, BodySum, Checksum, HEADER_BYTES, TRAILER_BYTES};
 use crate::link::stream::LinkStream;
 
 /// Parts of a frame that go to the kernel in one call: header, rows, two side tensors, and more room than that.
@@ -56,48 +56,49 @@ impl Outbox {
         header: &[u8; HEADER_BYTES],
         body: &[&[u8]],
     ) -> io::Result<()> {
-        let mut state = self.lock();
-        match state.phase {
-            Phase::Open => {}
-            Phase::Finishing => return Err(io::ErrorKind::BrokenPipe.into()),
-            Phase::Done(error) => return Err(error.unwrap_or(io::ErrorKind::BrokenPipe).into()),
-        }
-        if stream.is_tls() {
-            return self.write_sealed(&mut state, stream, header, body);
-        }
-        let frame = Parts { head: header, body };
-        let mut sent = 0;
-        if state.waiting.is_empty() && !state.writing {
-            sent = write_at_once(stream.socket(), &frame)?;
-        }
-        if sent < frame.len() {
-            let mut buf = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.frame_bytes));
-            frame.behind(sent).for_each(|part| buf.extend_from_slice(part));
-            state.waiting.push_back(buf);
-            self.changed.notify_all();
-        }
-        Ok(())
+        let len = body.iter().fold(HEADER_BYTES, |sum, part| sum + part.len());
+        let mut state = self.open()?;
+        let mut leaving = Leaving::new(&mut state, stream, len, self.frame_bytes);
+        leaving.push(&Parts { head: header, body })?;
+        self.end(leaving)
     }
 
-    /// The same under TLS: records are made in the order in which they go out, under the lock that keeps that order.
-    fn write_sealed(
+    /// The same of a frame whose sum stands behind its body, which is summed piece by piece of `piece_bytes`.
+    pub(super) fn write_in_pieces(
         &self,
-        state: &mut State,
         stream: &LinkStream,
         header: &[u8; HEADER_BYTES],
         body: &[&[u8]],
+        piece_bytes: usize,
     ) -> io::Result<()> {
-        let mut buf = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.frame_bytes));
-        stream.seal(&[header], &mut buf)?;
-        stream.seal(body, &mut buf)?;
-        if state.waiting.is_empty() && !state.writing {
-            let sent = write_at_once(stream.socket(), &Parts { head: &buf, body: &[] })?;
-            buf.drain(..sent);
+        let len = body.iter().fold(HEADER_BYTES + TRAILER_BYTES, |sum, part| sum + part.len());
+        let mut state = self.open()?;
+        let mut leaving = Leaving::new(&mut state, stream, len, self.frame_bytes);
+        let mut check = BodyCheck::new(Checksum::Sum64);
+        let (mut head, mut pieces) =
+            (&header[..], body.iter().flat_map(|part| part.chunks(piece_bytes)).peekable());
+        while let Some(piece) = pieces.next() {
+            check.update(piece);
+            let head = std::mem::take(&mut head);
+            match pieces.peek() {
+                Some(_) => leaving.push(&Parts { head, body: &[piece] })?,
+                None => leaving.push(&Parts { head, body: &[piece, &trailer(&check)] })?,
+            }
         }
-        if buf.is_empty() {
-            state.spare.push(buf);
-        } else {
-            state.waiting.push_back(buf);
+        self.end(leaving)
+    }
+
+    fn open(&self) -> io::Result<MutexGuard<'_, State>> {
+        let state = self.lock();
+        match state.phase {
+            Phase::Open => Ok(state),
+            Phase::Finishing => Err(io::ErrorKind::BrokenPipe.into()),
+            Phase::Done(error) => Err(error.unwrap_or(io::ErrorKind::BrokenPipe).into()),
+        }
+    }
+
+    fn end(&self, leaving: Leaving<'_>) -> io::Result<()> {
+        if leaving.end()? {
             self.changed.notify_all();
         }
         Ok(())
@@ -163,6 +164,87 @@ impl Outbox {
     }
 }
 
+/// What stands behind a body.
+fn trailer(check: &BodyCheck) -> [u8; TRAILER_BYTES] {
+    match check.sum() {
+        BodySum::Sum64(sum) => sum.to_le_bytes(),
+        // Nobody else puts a sum behind.
+        BodySum::Crc32c(sum) => u64::from(sum).to_le_bytes(),
+    }
+}
+
+/// A frame on its way into the socket, under the lock that keeps frames in order.
+struct Leaving<'a> {
+    state: &'a mut State,
+    stream: &'a LinkStream,
+    /// Bytes that are still to come.
+    left: usize,
+    /// What the socket has not taken; none while it takes everything.
+    behind: Option<Vec<u8>>,
+    frame_bytes: usize,
+    /// How long somebody is waited for who makes room.
+    until: Option<Instant>,
+}
+
+impl<'a> Leaving<'a> {
+    fn new(state: &'a mut State, stream: &'a LinkStream, left: usize, frame_bytes: usize) -> Self {
+        let mut leaving = Self { state, stream, left, behind: None, frame_bytes, until: None };
+        // Nothing is overtaken, and records of TLS are made in the order in which they go out.
+        if leaving.must_wait() || stream.is_tls() {
+            leaving.behind = Some(leaving.buffer());
+        }
+        leaving
+    }
+
+    fn must_wait(&self) -> bool {
+        !self.state.waiting.is_empty() || self.state.writing
+    }
+
+    fn buffer(&mut self) -> Vec<u8> {
+        self.state.spare.pop().unwrap_or_else(|| Vec::with_capacity(self.frame_bytes))
+    }
+
+    /// The next bytes.
+    fn push(&mut self, parts: &Parts<'_>) -> io::Result<()> {
+        let mut sent = 0;
+        if self.behind.is_none() {
+            let (left, until) = (self.left, &mut self.until);
+            sent = write_at_once(self.stream.socket(), parts, |sent| {
+                *until.get_or_insert_with(|| Instant::now() + time_to_copy(left - sent))
+            })?;
+            if sent < parts.len() {
+                self.behind = Some(self.buffer());
+            }
+        }
+        if let Some(behind) = &mut self.behind {
+            for part in parts.behind(sent) {
+                self.stream.seal(&[part], behind)?;
+            }
+        }
+        self.left -= parts.len();
+        Ok(())
+    }
+
+    /// All bytes were pushed. Returns whether there is something for the writer thread.
+    fn end(mut self) -> io::Result<bool> {
+        let Some(mut behind) = self.behind.take() else { return Ok(false) };
+        if self.stream.is_tls() && !self.must_wait() {
+            let len = behind.len();
+            let sent = write_at_once(self.stream.socket(), &Parts { head: &behind, body: &[] }, |sent| {
+                *self.until.get_or_insert_with(|| Instant::now() + time_to_copy(len - sent))
+            })?;
+            behind.drain(..sent);
+        }
+        let is_left = !behind.is_empty();
+        if is_left {
+            self.state.waiting.push_back(behind);
+        } else {
+            self.state.spare.push(behind);
+        }
+        Ok(is_left)
+    }
+}
+
 /// What is written one behind the other.
 struct Parts<'a> {
     head: &'a [u8],
@@ -188,10 +270,14 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Writes as much as the socket takes without anybody waiting for long. Returns how many bytes that were.
-fn write_at_once(stream: &TcpStream, parts: &Parts<'_>) -> io::Result<usize> {
+/// Writes as much as the socket takes without anybody waiting for long: `until` says how long, of what was sent by then.
+/// Returns how many bytes that were.
+fn write_at_once(
+    stream: &TcpStream,
+    parts: &Parts<'_>,
+    mut until: impl FnMut(usize) -> Instant,
+) -> io::Result<usize> {
     let (len, mut sent) = (parts.len(), 0);
-    let mut patience = None;
     while sent < len {
         let mut slices = [IoSlice::new(&[]); SLICES];
         let filled =
@@ -201,8 +287,7 @@ fn write_at_once(stream: &TcpStream, parts: &Parts<'_>) -> io::Result<usize> {
             Ok(written) => sent += written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                let until = *patience.get_or_insert_with(|| Instant::now() + time_to_copy(len - sent));
-                let left = until.saturating_duration_since(Instant::now());
+                let left = until(sent).saturating_duration_since(Instant::now());
                 if left.is_zero() || !wait_writable(stream, left)? {
                     return Ok(sent);
                 }

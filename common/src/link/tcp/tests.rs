@@ -12,7 +12,7 @@ use crate::link::grants::{GrantSpec, Grants, LinkId, Refusal, Secret, Ticket};
 use crate::net::tls::ServerTls;
 use crate::net::tls::tests::Authority;
 
-struct Tcp;
+struct Tcp(Checksum);
 
 fn listen() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -25,6 +25,14 @@ fn ticket() -> Ticket {
 }
 
 impl Fixture for Tcp {
+    fn checksum(&self) -> Checksum {
+        self.0
+    }
+
+    fn has_trailers(&self) -> bool {
+        true
+    }
+
     fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {
         let (listener, address) = listen();
         let bells = (Doorbell::default(), Doorbell::default());
@@ -57,7 +65,13 @@ impl Wire for TcpStream {
     }
 }
 
-contract::contract_tests!(Tcp);
+contract::contract_tests!(Tcp(Checksum::Crc32c));
+
+mod sum64 {
+    use super::{Checksum, Tcp, contract};
+
+    contract::contract_tests!(Tcp(Checksum::Sum64));
+}
 
 /// As the port hands it over, but blocking: after the handshake.
 fn accept_tls(stream: TcpStream, tls: &ServerTls) -> LinkStream {
@@ -68,9 +82,17 @@ fn accept_tls(stream: TcpStream, tls: &ServerTls) -> LinkStream {
     LinkStream::under_tls(stream, session)
 }
 
-pub(in crate::link) struct TcpUnderTls;
+pub(in crate::link) struct TcpUnderTls(pub(in crate::link) Checksum);
 
 impl Fixture for TcpUnderTls {
+    fn checksum(&self) -> Checksum {
+        self.0
+    }
+
+    fn has_trailers(&self) -> bool {
+        true
+    }
+
     fn pair(&self, a: Limits, b: Limits) -> (Side, Side) {
         let ((listener, address), (server, peer)) = (listen(), Authority::new().both_ends());
         let bells = (Doorbell::default(), Doorbell::default());
@@ -108,16 +130,23 @@ impl Wire for LinkStream {
 }
 
 mod under_tls {
-    use super::{TcpUnderTls, contract};
+    use super::{Checksum, TcpUnderTls, contract};
 
-    contract::contract_tests!(TcpUnderTls);
+    contract::contract_tests!(TcpUnderTls(Checksum::Crc32c));
+
+    mod sum64 {
+        use super::*;
+
+        contract::contract_tests!(TcpUnderTls(Checksum::Sum64));
+    }
 }
 
 #[test]
 fn a_link_attaches_with_a_granted_ticket_and_with_no_other() {
     let mut grants = Grants::new(crate::ids::Epoch(5), PATIENCE, 4);
-    let spec =
-        GrantSpec { kind: LinkKind::Tcp, peer: "A0".into(), credits: 1, max_rows: 1, max_body_bytes: 64 };
+    let checksum = Checksum::Sum64;
+    let (kind, peer) = (LinkKind::Tcp, "A0".into());
+    let spec = GrantSpec { kind, peer, credits: 1, max_rows: 1, max_body_bytes: 64, checksum };
     let grant = grants.grant(spec, "session", Instant::now(), &mut rand::rng()).unwrap();
     let (listener, address) = listen();
     let serving = thread::spawn(move || {
