@@ -33,10 +33,12 @@ from gpu_timeline import steps_of_prompts, told
 LAYOUTS = {
     "ipc": ("1A1F cuda-ipc", "cuda-ipc", [], []),
     "shared": ("1A1F ipc, shared on A", "cuda-ipc", [], SHARED_ON_ATTENTION),
+    "shared2": ("1A1F ipc, 2, shared on A", "cuda-ipc", ["--stages", "2"], SHARED_ON_ATTENTION),
     "ipc1": ("1A1F ipc, 1 stage", "cuda-ipc", ["--stages", "1"], []),
     "ipc2": ("1A1F ipc, 2 stages", "cuda-ipc", ["--stages", "2"], []),
     "eager": ("1A1F ipc, eager", "cuda-ipc", ["--stages", "1", "--graph-mode", "none"], []),
     "nccl": ("1A1F nccl", "nccl", [], []),
+    "nccl-shared": ("1A1F nccl, shared on A", "nccl", [], SHARED_ON_ATTENTION),
     # Rows by way of the hosts: without graphs.
     "shm": ("1A1F shm", "shm", [], []),
     # With NCCL's guard for graphs beside other work, which the services do not need.

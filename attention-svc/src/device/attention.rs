@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use afd_common::ids::LayerIdx;
 use afd_gpu::ops::{
-    Ahead, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows,
+    Ahead, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaSizes, MlaStep, MlaWrite, NormRows,
     ProductKernels, RowPlaces, Rows, Sample,
 };
 use afd_gpu::{Device, GpuError, Region, Stream};
@@ -82,13 +82,13 @@ impl StageRows {
         let (projected, attended) = widths(shape);
         let rows = |columns: usize| Region::zeroed(device, max_rows * columns * 2);
         let (attend, query, latents) = match shape.attention {
-            AttentionShape::Mla { heads, latent, .. } => {
+            AttentionShape::Mla(MlaSizes { heads, latent, rope, .. }) => {
                 if heads != 16 {
                     return Err(GpuError::Unsupported { what: format!("latent attention of {heads} heads") });
                 }
-                let of_mla = MlaShape { latent, rope: shape.rotary, block_size: shape.block_size };
+                let of_mla = MlaShape { latent, rope, block_size: shape.block_size };
                 let mla = Mla::new(device, of_mla, max_rows)?;
-                let query = rows(heads * (latent + shape.rotary))?;
+                let query = rows(heads * (latent + rope))?;
                 (Attend::Mla(Box::new(mla)), query, rows(heads * latent)?)
             }
             AttentionShape::Gqa { heads, kv, dim } => {
@@ -188,7 +188,7 @@ impl StageRows {
             (
                 Attend::Mla(mla),
                 KernelAttention::Mla { norm, up, cache },
-                AttentionShape::Mla { heads, latent, nope, .. },
+                AttentionShape::Mla(MlaSizes { heads, latent, nope, rope, .. }),
             ) => {
                 let write = MlaWrite {
                     projected: &self.projected,
@@ -198,7 +198,7 @@ impl StageRows {
                     cache,
                     latent,
                     nope,
-                    rope: shape.rotary,
+                    rope,
                     heads,
                     interleaved: shape.interleaved,
                     epsilon: LATENT_NORM_EPS,

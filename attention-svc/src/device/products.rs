@@ -28,16 +28,14 @@ pub(super) struct Operands<'a> {
 pub(super) fn widths(shape: &KernelShape) -> (usize, usize) {
     match shape.attention {
         AttentionShape::Gqa { heads, kv, dim } => ((heads + 2 * kv) * dim, heads * dim),
-        AttentionShape::Mla { heads, latent, nope, value } => {
-            (heads * (nope + shape.rotary) + latent + shape.rotary, heads * value)
-        }
+        AttentionShape::Mla(mla) => (mla.projected(), mla.attended()),
     }
 }
 
 /// W_UV, behind W_UK.
 pub(super) fn of_values(up: &Region, shape: &KernelShape) -> Result<Region, GpuError> {
-    let AttentionShape::Mla { heads, latent, nope, .. } = shape.attention else { return Ok(up.clone()) };
-    up.part(heads * nope * latent * 2..up.len())
+    let AttentionShape::Mla(mla) = shape.attention else { return Ok(up.clone()) };
+    up.part(mla.heads * mla.nope * mla.latent * 2..up.len())
 }
 
 impl Products {
@@ -47,28 +45,7 @@ impl Products {
         let (projected, attended) = widths(shape);
         let absorb = match shape.attention {
             AttentionShape::Gqa { .. } => None,
-            AttentionShape::Mla { heads, latent, nope, value } => {
-                let rope = shape.rotary;
-                let keys = GemmShape {
-                    batch: heads,
-                    x_stride: projected,
-                    x_batch: nope + rope,
-                    weight_batch: latent * nope,
-                    out_stride: heads * (latent + rope),
-                    out_batch: latent + rope,
-                    ..GemmShape::linear(rows, nope, latent)
-                };
-                let values = GemmShape {
-                    batch: heads,
-                    x_stride: heads * latent,
-                    x_batch: latent,
-                    weight_batch: value * latent,
-                    out_stride: attended,
-                    out_batch: value,
-                    ..GemmShape::linear(rows, latent, value)
-                };
-                Some((product(keys)?, product(values)?))
-            }
+            AttentionShape::Mla(mla) => Some((product(mla.keys(rows))?, product(mla.values(rows))?)),
         };
         Ok(Self {
             projection: product(GemmShape::linear(rows, shape.hidden, projected))?,

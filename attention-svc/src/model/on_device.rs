@@ -5,7 +5,7 @@ use afd_common::ids::LayerIdx;
 use afd_ffi::FfiError;
 use afd_ffi::cpu_rows::Pairing;
 use afd_ffi::cuda::region;
-use afd_gpu::ops::Ahead;
+use afd_gpu::ops::{Ahead, MlaSizes};
 use afd_gpu::{Device, GpuError, Region};
 use ffn_svc::device::SharedKernels;
 use ffn_svc::model::FfnModelError;
@@ -70,16 +70,7 @@ pub enum AttentionShape {
         dim: usize,
     },
     /// Latent.
-    Mla {
-        /// Query heads.
-        heads: usize,
-        /// Elements of the latent.
-        latent: usize,
-        /// Elements of a query and a key that do not turn.
-        nope: usize,
-        /// Elements of a value.
-        value: usize,
-    },
+    Mla(MlaSizes),
 }
 
 /// One layer.
@@ -180,9 +171,14 @@ impl KernelModel {
                 (AttentionShape::Gqa { heads, kv, dim }, block.scale())
             }
             (AttentionConfig::Mla(mla), Block::Mla(block)) => {
-                let (heads, latent) = (mla.num_heads, mla.kv_lora_rank);
-                let (nope, value) = (mla.qk_nope_head_dim, mla.v_head_dim);
-                (AttentionShape::Mla { heads, latent, nope, value }, block.scale())
+                let sizes = MlaSizes {
+                    heads: mla.num_heads,
+                    latent: mla.kv_lora_rank,
+                    rope: model.rope.dim,
+                    nope: mla.qk_nope_head_dim,
+                    value: mla.v_head_dim,
+                };
+                (AttentionShape::Mla(sizes), block.scale())
             }
             _ => return unsupported("mixed kinds of attention"),
         };
@@ -253,7 +249,9 @@ impl KernelModel {
 
 /// [`KernelAttention::Mla::up`] of W_UK and W_UV, `[heads * (nope + value), latent]`.
 fn up_by_product(up: &Tensor, shape: AttentionShape) -> Result<Tensor, TchError> {
-    let AttentionShape::Mla { heads, latent, nope, value } = shape else { return Ok(up.shallow_clone()) };
+    let AttentionShape::Mla(MlaSizes { heads, latent, nope, value, .. }) = shape else {
+        return Ok(up.shallow_clone());
+    };
     let (nope, value) = (nope as i64, value as i64);
     let by_head = up.f_view([heads as i64, nope + value, latent as i64])?;
     let keys = by_head.f_narrow(1, 0, nope)?.f_transpose(1, 2)?;

@@ -17,6 +17,6 @@ pub use moe::{
     Moe, MoeMany, MoeOutput, MoeProducts, MoeScoring, MoeShape, MoeTuning, MoeWeights, Places, ProductRooms,
     ProductWeights,
 };
-pub use product::{GemmShape, Product, ProductKernels, ProductType, WeightOrder};
+pub use product::{GemmShape, MlaSizes, Product, ProductKernels, ProductType, WeightOrder};
 pub use rows::{GqaWrite, MlaQueries, MlaWrite, NormRows, RowPlaces, Rows};
 pub use sample::{DrawRule, RULE_WORDS, Sample};

@@ -1,8 +1,8 @@
 //! Attention of a decoder layer, operation by operation and as a whole: each in a graph over as many layers as the model has,
 //! every layer with weights and a cache of its own, so that nothing is warm that would not be in use.
 use afd_gpu::ops::{
-    Ahead, GemmShape, Mla, MlaQueries, MlaShape, MlaStep, MlaWrite, NormRows, Product, ProductKernels,
-    RowPlaces, Rows,
+    Ahead, GemmShape, Mla, MlaQueries, MlaShape, MlaSizes, MlaStep, MlaWrite, NormRows, Product,
+    ProductKernels, RowPlaces, Rows,
 };
 use afd_gpu::random::Random;
 use afd_gpu::{Device, GpuError, Region, Stream};
@@ -12,7 +12,7 @@ use crate::timing::graph_us;
 use crate::{Result, machine};
 
 const LAYERS: usize = 27;
-const HIDDEN: usize = 2048;
+pub(crate) const HIDDEN: usize = 2048;
 const VOCAB: usize = 102_400;
 const HEADS: usize = 16;
 const NOPE: usize = 128;
@@ -22,6 +22,9 @@ const VALUE: usize = 128;
 const BLOCK: usize = 64;
 const TOKENS: usize = 1088;
 const PROJECTED: usize = HEADS * (NOPE + ROPE) + LATENT + ROPE;
+/// DeepSeek-V2-Lite's.
+pub(crate) const SIZES: MlaSizes =
+    MlaSizes { heads: HEADS, latent: LATENT, rope: ROPE, nope: NOPE, value: VALUE };
 const UP: usize = HEADS * (NOPE + VALUE) * LATENT;
 
 /// DeepSeek-V2-Lite's.
@@ -156,24 +159,8 @@ impl Bench {
             mla,
             step,
             projection: product(GemmShape::linear(rows, HIDDEN, PROJECTED))?,
-            keys: product(GemmShape {
-                batch: HEADS,
-                x_stride: PROJECTED,
-                x_batch: NOPE + ROPE,
-                weight_batch: NOPE * LATENT,
-                out_stride: HEADS * (LATENT + ROPE),
-                out_batch: LATENT + ROPE,
-                ..GemmShape::linear(rows, NOPE, LATENT)
-            })?,
-            values: product(GemmShape {
-                batch: HEADS,
-                x_stride: HEADS * LATENT,
-                x_batch: LATENT,
-                weight_batch: VALUE * LATENT,
-                out_stride: HEADS * VALUE,
-                out_batch: VALUE,
-                ..GemmShape::linear(rows, LATENT, VALUE)
-            })?,
+            keys: product(SIZES.keys(rows))?,
+            values: product(SIZES.values(rows))?,
             out: product(GemmShape::linear(rows, HEADS * VALUE, HIDDEN))?,
             head: product(GemmShape::linear(rows, HIDDEN, VOCAB))?,
             layers,

@@ -7,35 +7,22 @@ use afd_gpu::random::Random;
 use afd_gpu::reference::relative_error;
 use afd_gpu::{Device, Region};
 
+use crate::layer::{HIDDEN, SIZES};
 use crate::table::{Table, us};
 use crate::timing::graph_us;
 use crate::{Result, machine};
 
 const LAYERS: usize = 27;
-const PROJECTED: usize = 3648;
 
 /// DeepSeek-V2-Lite's, as its attention calls them.
 fn shapes(rows: usize) -> [(&'static str, GemmShape); 4] {
-    let keys = GemmShape {
-        batch: 16,
-        x_stride: PROJECTED,
-        x_batch: 192,
-        weight_batch: 128 * 512,
-        out_stride: 16 * 576,
-        out_batch: 576,
-        ..GemmShape::linear(rows, 128, 512)
-    };
-    let values = GemmShape {
-        batch: 16,
-        x_stride: 16 * 512,
-        x_batch: 512,
-        weight_batch: 128 * 512,
-        out_stride: 16 * 128,
-        out_batch: 128,
-        ..GemmShape::linear(rows, 512, 128)
-    };
-    let linear = |columns| GemmShape::linear(rows, 2048, columns);
-    [("projection", linear(PROJECTED)), ("W_UK", keys), ("W_UV", values), ("out", linear(2048))]
+    let linear = |inner, columns| GemmShape::linear(rows, inner, columns);
+    [
+        ("projection", linear(HIDDEN, SIZES.projected())),
+        ("W_UK", SIZES.keys(rows)),
+        ("W_UV", SIZES.values(rows)),
+        ("out", linear(SIZES.attended(), HIDDEN)),
+    ]
 }
 
 /// Elements that x, the weight and the result reach over.

@@ -30,6 +30,16 @@ pub struct MoeWeights {
     pub ahead: Vec<Region>,
 }
 
+/// What a call of the kernels is about: `rows` rows of `x`, of which `num_rows` are real, to `out`, as [`Moe::enqueue`] says.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Call<'a> {
+    pub(super) weights: &'a MoeWeights,
+    pub(super) x: &'a Region,
+    pub(super) rows: usize,
+    pub(super) num_rows: Option<&'a Region>,
+    pub(super) out: &'a Region,
+}
+
 /// What the benchmark turns; the defaults are the best it found.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
@@ -158,15 +168,16 @@ impl Moe {
         num_rows: Option<&Region>,
         out: &Region,
     ) -> Result<(), GpuError> {
-        self.expect(weights, x, rows, num_rows, out)?;
+        let call = Call { weights, x, rows, num_rows, out };
+        self.expect(&call)?;
         if let Some(whole) = self.whole(rows) {
-            return whole.enqueue(stream, weights, (x, rows), num_rows, &self.logits, out);
+            return whole.enqueue(stream, &call, &self.logits);
         }
         let parts = &self.parts;
-        parts.route(stream, weights, (x, rows), num_rows, &self.logits)?;
-        parts.gate_up(stream, weights, x, rows)?;
-        parts.down(stream, weights, rows)?;
-        parts.combine(stream, weights, rows, num_rows, out)
+        parts.route(stream, &call, &self.logits)?;
+        parts.gate_up(stream, &call)?;
+        parts.down(stream, &call)?;
+        parts.combine(stream, &call)
     }
 
     fn whole(&self, rows: usize) -> Option<&Whole> {
@@ -187,25 +198,20 @@ impl Moe {
         (x, rows): (&Region, usize),
         out: &Region,
     ) -> Result<(), GpuError> {
-        self.expect(weights, x, rows, None, out)?;
+        let call = Call { weights, x, rows, num_rows: None, out };
+        self.expect(&call)?;
         let parts = &self.parts;
         match part {
-            0 => parts.route(stream, weights, (x, rows), None, &self.logits),
-            1 => parts.gate_up(stream, weights, x, rows),
-            2 => parts.down(stream, weights, rows),
-            _ => parts.combine(stream, weights, rows, None, out),
+            0 => parts.route(stream, &call, &self.logits),
+            1 => parts.gate_up(stream, &call),
+            2 => parts.down(stream, &call),
+            _ => parts.combine(stream, &call),
         }
     }
 
     /// That everything is as large as the kernels reach.
-    fn expect(
-        &self,
-        weights: &MoeWeights,
-        x: &Region,
-        rows: usize,
-        num_rows: Option<&Region>,
-        out: &Region,
-    ) -> Result<(), GpuError> {
+    fn expect(&self, call: &Call<'_>) -> Result<(), GpuError> {
+        let &Call { weights, x, rows, num_rows, out } = call;
         let MoeShape { hidden, intermediate, num_experts, num_shared, .. } = self.shape;
         if rows == 0 || rows > self.max_rows {
             return Err(GpuError::unsupported(format!("{rows} rows of at most {}", self.max_rows)));

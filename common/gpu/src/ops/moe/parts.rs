@@ -1,7 +1,7 @@
 //! A mixture-of-experts layer for a few dozen rows: four kernels that overlap at their ends. A dense MLP is one without
 //! routed experts, cut into shared ones.
 use super::super::Ahead;
-use super::few::{Moe, MoeTuning, MoeWeights, TRACE_BYTES};
+use super::few::{Call, Moe, MoeTuning, TRACE_BYTES};
 use super::plan::Plan;
 use super::{MoeOutput, MoeShape};
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
@@ -82,15 +82,8 @@ impl Parts {
     }
 
     /// Which rows go to which expert. What is given was checked, here and below.
-    pub(super) fn route(
-        &self,
-        stream: &Stream,
-        weights: &MoeWeights,
-        (x, rows): (&Region, usize),
-        num_rows: Option<&Region>,
-        logits: &Region,
-    ) -> Result<(), GpuError> {
-        let shape = &self.shape;
+    pub(super) fn route(&self, stream: &Stream, call: &Call<'_>, logits: &Region) -> Result<(), GpuError> {
+        let (shape, &Call { weights, x, rows, num_rows, .. }) = (&self.shape, call);
         let Some(kernel) = &self.router else { return Ok(()) };
         let Some(router) = &weights.router else { return Err(GpuError::unsupported("no router")) };
         let grid = (rows.div_ceil(8) as u32, (shape.num_experts / 16) as u32);
@@ -105,13 +98,8 @@ impl Parts {
     }
 
     /// The products with gate and up.
-    pub(super) fn gate_up(
-        &self,
-        stream: &Stream,
-        weights: &MoeWeights,
-        x: &Region,
-        rows: usize,
-    ) -> Result<(), GpuError> {
+    pub(super) fn gate_up(&self, stream: &Stream, call: &Call<'_>) -> Result<(), GpuError> {
+        let &Call { weights, x, rows, .. } = call;
         let launch = Launch::new(&self.gate_up, (self.blocks, 1), self.threads_up).overlap(self.overlap);
         let launch = launch.region(&weights.gate_up).region(&weights.down).region(x).region(&self.hidden);
         // Without a router nobody says early that x is there.
@@ -122,7 +110,8 @@ impl Parts {
     }
 
     /// The products with down, of each choice for itself.
-    pub(super) fn down(&self, stream: &Stream, weights: &MoeWeights, rows: usize) -> Result<(), GpuError> {
+    pub(super) fn down(&self, stream: &Stream, call: &Call<'_>) -> Result<(), GpuError> {
+        let &Call { weights, rows, .. } = call;
         let launch = Launch::new(&self.down, (self.blocks, 1), self.threads_down).overlap(self.overlap);
         let launch = launch.region(&weights.down).region(&self.hidden).region(&self.partial);
         let launch = launch.region(&self.routing).size(rows)?.size(weights.num_here)?;
@@ -131,14 +120,8 @@ impl Parts {
     }
 
     /// The sum over a row's choices.
-    pub(super) fn combine(
-        &self,
-        stream: &Stream,
-        weights: &MoeWeights,
-        rows: usize,
-        num_rows: Option<&Region>,
-        out: &Region,
-    ) -> Result<(), GpuError> {
+    pub(super) fn combine(&self, stream: &Stream, call: &Call<'_>) -> Result<(), GpuError> {
+        let &Call { weights, rows, num_rows, out, .. } = call;
         let (ahead, parts) = (Ahead::of(&weights.ahead), self.shape.hidden / 256);
         let grid = (rows as u32 + ahead.blocks(parts * 64), parts as u32);
         let launch = Launch::new(&self.combine, grid, 64).overlap(self.overlap);

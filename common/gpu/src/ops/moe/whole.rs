@@ -1,5 +1,5 @@
 //! A mixture-of-experts layer for at most eight rows: one kernel from the router to the sum.
-use super::few::{MoeTuning, MoeWeights, TRACE_BYTES};
+use super::few::{Call, MoeTuning, TRACE_BYTES};
 use super::plan::stages_of_whole;
 use super::{MoeOutput, MoeShape};
 use crate::{Device, GpuError, Kernel, Launch, Module, Region, Source, Stream};
@@ -55,15 +55,8 @@ impl Whole {
     }
 
     /// Enqueues the layer. What is given was checked.
-    pub(super) fn enqueue(
-        &self,
-        stream: &Stream,
-        weights: &MoeWeights,
-        (x, rows): (&Region, usize),
-        num_rows: Option<&Region>,
-        logits: &Region,
-        out: &Region,
-    ) -> Result<(), GpuError> {
+    pub(super) fn enqueue(&self, stream: &Stream, call: &Call<'_>, logits: &Region) -> Result<(), GpuError> {
+        let &Call { weights, x, rows, num_rows, out } = call;
         let launch = Launch::new(&self.kernel, (self.blocks, 1), Self::THREADS).overlap(self.overlap);
         let launch = launch.region(&weights.gate_up).region(&weights.down).maybe(weights.router.as_ref());
         let launch = launch.maybe(weights.bias.as_ref()).region(x).region(out).region(&self.hidden);

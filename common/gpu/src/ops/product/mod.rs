@@ -7,7 +7,7 @@ mod shape;
 use few::{FewProduct, FewProducts};
 use gemm::{Blas, Gemm};
 use mid::{MidProduct, MidProducts};
-pub use shape::{GemmShape, ProductType, WeightOrder};
+pub use shape::{GemmShape, MlaSizes, ProductType, WeightOrder};
 
 use crate::{Device, GpuError, Region, Stream};
 

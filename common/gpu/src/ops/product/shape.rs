@@ -113,6 +113,63 @@ impl GemmShape {
     }
 }
 
+/// Sizes of latent attention whose W_UK and W_UV are absorbed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MlaSizes {
+    /// Query heads.
+    pub heads: usize,
+    /// Elements of the latent.
+    pub latent: usize,
+    /// Elements of a query and a key that turn.
+    pub rope: usize,
+    /// Those that do not.
+    pub nope: usize,
+    /// Elements of a value.
+    pub value: usize,
+}
+
+impl MlaSizes {
+    /// Columns of the projection: every head's query, then latent and rope key.
+    pub fn projected(&self) -> usize {
+        self.heads * (self.nope + self.rope) + self.latent + self.rope
+    }
+
+    /// Columns of what the output projection takes.
+    pub fn attended(&self) -> usize {
+        self.heads * self.value
+    }
+
+    /// W_UK into the queries, head by head: from the projected rows to `[rows, heads, latent + rope]`, of whose ends it leaves
+    /// the rope parts alone. `[heads, latent, nope]` is the weight.
+    pub fn keys(&self, rows: usize) -> GemmShape {
+        let Self { heads, latent, rope, nope, .. } = *self;
+        GemmShape {
+            batch: heads,
+            x_stride: self.projected(),
+            x_batch: nope + rope,
+            weight_batch: latent * nope,
+            out_stride: heads * (latent + rope),
+            out_batch: latent + rope,
+            ..GemmShape::linear(rows, nope, latent)
+        }
+    }
+
+    /// W_UV into the result, head by head: `[rows, heads, latent]` to `[rows, heads, value]`. `[heads, value, latent]` is the
+    /// weight.
+    pub fn values(&self, rows: usize) -> GemmShape {
+        let Self { heads, latent, value, .. } = *self;
+        GemmShape {
+            batch: heads,
+            x_stride: heads * latent,
+            x_batch: latent,
+            weight_batch: value * latent,
+            out_stride: heads * value,
+            out_batch: value,
+            ..GemmShape::linear(rows, latent, value)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
