@@ -163,7 +163,9 @@ pub struct Usage {
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum SequenceError {
     /// Too many are waiting: retry later.
-    #[error("the queue is full: {waiting} requests are waiting (--max-queue)")]
+    #[error(
+        "the queue is full: {waiting} sequences are waiting, one for each choice of a request (--max-queue)"
+    )]
     QueueFull {
         /// How many.
         waiting: usize,

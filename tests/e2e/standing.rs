@@ -130,6 +130,27 @@ async fn a_rank_stopped_while_nothing_is_asked_is_missed_within_its_lease_and_co
     Ok(())
 }
 
+/// Three attention ranks ask one FFN rank at once: whoever comes last waits for two others at every layer, and longer than
+/// the time in which something has to move.
+#[tokio::test]
+async fn a_rank_that_serves_others_first_is_not_lost() -> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 1, replicas: 1 })
+        .attention_ranks(3)
+        .ffn_args(&["--inject-delay", "600ms"])
+        .attention_args(&["--hop-timeout", "1s", "--stages", "1"]);
+    let deployment = Deployment::start(spec).await?;
+    let expected = fixtures::expected(MODEL)?.prompts.remove(0);
+    let asked = (0..3).map(|rank| deployment.greedy(rank, &expected.input_ids, 2));
+    for answer in futures::future::join_all(asked).await {
+        oracle::same(&expected.generated_ids[..2], &answer?)?;
+    }
+    for rank in 0..3 {
+        let losses = deployment.metric(rank, "afd_ffn_losses_total").await?;
+        ensure!(losses == 0.0, "attention rank {rank} lost the FFN rank {losses} times");
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn with_a_replica_nobody_is_missed_when_a_rank_is_stopped() -> anyhow::Result<()> {
     let deployment = Deployment::start(leased(2)).await?;

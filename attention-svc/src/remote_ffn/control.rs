@@ -204,7 +204,7 @@ impl<'a> Control<'a> {
         shared.tell(up);
         let lease = Duration::from_millis(joined.lease_ms.max(100).into());
         let steps_may_fail = kind.is_stream_driven();
-        let last_hop = (0, 0);
+        let last_hop = (0, 0, 0);
         let talk = Talk { id, peer: named, shard, shared, life, lease, to_rank, steps_may_fail, last_hop };
         let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
         shared.tell(EdgeEvent::Down { id, why: why.clone() });

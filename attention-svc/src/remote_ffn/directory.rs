@@ -144,7 +144,7 @@ impl Directory {
     /// Waits until every shard has a rank, saying for whom every few seconds.
     ///
     /// # Errors
-    /// [`DirectoryError`]: a refusal at once, a timeout after `limit`.
+    /// [`DirectoryError`]: a refusal that nobody makes good at once, a timeout after `limit`.
     pub async fn wait_ready(&self, limit: Duration) -> Result<(), DirectoryError> {
         let begun = Instant::now();
         let mut ready = self.stats.watch_ready();
@@ -155,13 +155,8 @@ impl Directory {
             if *ready.borrow_and_update() {
                 return Ok(());
             }
-            for (address, peer) in self.peers() {
-                let is_listed = self.lock_peers().get(&address).is_some_and(|tracked| tracked.is_listed);
-                if let PeerState::Refused { why, for_good: true } = peer.state
-                    && is_listed
-                {
-                    return Err(DirectoryError::Refused { address, why });
-                }
+            if let Some((address, why)) = self.refused_in_vain() {
+                return Err(DirectoryError::Refused { address, why });
             }
             let waited = begun.elapsed();
             if waited >= limit {
@@ -183,6 +178,27 @@ impl Directory {
                 () = tokio::time::sleep(next_word.min(limit).saturating_sub(waited)) => {}
             }
         }
+    }
+
+    /// A rank that an option names and that refuses for good, if nobody else can make it good: neither do the others serve
+    /// every shard, nor is one of them still to come.
+    fn refused_in_vain(&self) -> Option<(SocketAddr, String)> {
+        let (mut refused, mut served) = (None, BTreeSet::new());
+        for (address, tracked) in self.lock_peers().iter() {
+            match &tracked.peer.borrow().state {
+                PeerState::Up { shard, .. } => drop(served.insert(shard.index())),
+                PeerState::Refused { why, for_good: true } => {
+                    if tracked.is_listed && refused.is_none() {
+                        refused = Some((*address, why.clone()));
+                    }
+                }
+                PeerState::Refused { .. } | PeerState::Apart { .. } | PeerState::Connecting { .. } => {
+                    return None;
+                }
+            }
+        }
+        let is_complete = !served.is_empty() && served.len() == self.shard_count() as usize;
+        refused.filter(|_| !is_complete)
     }
 
     /// Shards of this deployment; 0 before the first rank has joined.

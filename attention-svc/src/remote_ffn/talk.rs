@@ -28,8 +28,8 @@ pub(super) struct Talk<'a> {
     pub(super) to_rank: mpsc::Sender<v1::StepsRequest>,
     /// A step that failed ends the link: the FFN has given it up already.
     pub(super) steps_may_fail: bool,
-    /// Step and layer of the hop that the rank has begun last.
-    pub(super) last_hop: (u64, u32),
+    /// Step and layer of the hop that the rank has begun last, and its turns by then.
+    pub(super) last_hop: (u64, u32, u64),
 }
 
 impl Talk<'_> {
@@ -84,7 +84,7 @@ impl Talk<'_> {
     fn handle(&mut self, response: v1::StepsResponse) -> Option<String> {
         match response.message {
             Some(v1::steps_response::Message::Heartbeat(beat)) => {
-                let begun = (beat.last_step_id, beat.last_layer);
+                let begun = (beat.last_step_id, beat.last_layer, beat.turns);
                 if std::mem::replace(&mut self.last_hop, begun) != begun {
                     self.life.handle_moved(Instant::now());
                 }

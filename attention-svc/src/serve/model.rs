@@ -99,7 +99,7 @@ pub(super) fn load(
         tracing::warn!(
             max_model_len = kv.max_model_len,
             model_len = config.max_position_embeddings,
-            "the KV cache is too small for the model's longest sequence (--kv-cache-memory)"
+            "the KV cache is too small for the model's longest sequence (--kv-cache-memory, --kv-cache-blocks)"
         );
     }
     let attention = CachedAttention::new(attention, cache)?;

@@ -7,6 +7,7 @@
 //! A plan says whether its step is recorded, and its hops may be here first: they travel another way. So, where traces are
 //! exported at all, the times of a step without a plan are kept until its plan comes, in buffers that are used again.
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
 
 use afd_common::ids::{Epoch, HopKey, LayerIdx, StepId};
@@ -102,6 +103,9 @@ pub struct StepAccounts {
     records: bool,
     book: Mutex<Book>,
     finished: Notify,
+    turns: AtomicU64,
+    /// The control stream speaks seldom, and wants to be told of the next turn.
+    is_resting: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -125,7 +129,37 @@ impl StepAccounts {
             let buffer = || Vec::with_capacity(usize::from(num_layers) * USUAL_STAGES);
             book.spare.resize_with(MAX_UNCLAIMED + 2, buffer);
         }
-        Self { num_layers, records, book: Mutex::new(book), finished: Notify::new() }
+        Self {
+            num_layers,
+            records,
+            book: Mutex::new(book),
+            finished: Notify::new(),
+            turns: AtomicU64::new(0),
+            is_resting: AtomicBool::new(false),
+        }
+    }
+
+    /// Executions begun for hops of the session, or while hops of it waited.
+    pub fn turns(&self) -> u64 {
+        self.turns.load(Relaxed)
+    }
+
+    /// Another one begins.
+    pub fn handle_turn(&self) {
+        self.turns.fetch_add(1, Relaxed);
+        if self.is_resting.load(Relaxed) && self.is_resting.swap(false, Relaxed) {
+            self.finished.notify_one();
+        }
+    }
+
+    /// The control stream speaks seldom from here on: the next turn ends [`wait_finished`](Self::wait_finished).
+    pub fn rest(&self) {
+        self.is_resting.store(true, Relaxed);
+    }
+
+    /// Whether no turn has begun since.
+    pub fn is_resting(&self) -> bool {
+        self.is_resting.load(Relaxed)
     }
 
     /// The last hop that began; `None` before the first.
@@ -243,8 +277,8 @@ impl StepAccounts {
         self.lock().recycle(step.hops);
     }
 
-    /// Waits until [`take_finished`](Self::take_finished) or [`take_traced`](Self::take_traced) may have something. One
-    /// task may wait.
+    /// Waits until [`take_finished`](Self::take_finished) or [`take_traced`](Self::take_traced) may have something, or a
+    /// [rest](Self::rest) is over. One task may wait.
     pub async fn wait_finished(&self) {
         self.finished.notified().await;
     }

@@ -290,6 +290,34 @@ fn accounts_say_what_a_step_cost() {
 }
 
 #[tokio::test]
+async fn whoever_waits_behind_others_sees_that_they_get_on() {
+    let bench = bench(Shard::WHOLE, true);
+    let (waits, first, idle) = (accounts(), accounts(), accounts());
+    let (mut a, mut b) = (bench.caller(1, &first), bench.caller(2, &waits));
+    let _c = bench.caller(3, &idle);
+    waits.rest();
+    a.dispatch(key(1, 0, 0), &[1.0, 1.0]);
+    bench.batches.recv_timeout(PATIENCE).unwrap();
+    // Both come while the first one runs, and the other layer is not theirs.
+    b.dispatch(key(1, 1, 0), &[1.0, 1.0]);
+    a.dispatch(key(1, 0, 1), &[1.0, 1.0]);
+    bench.open_gate.send(()).unwrap();
+    bench.batches.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(
+        (first.turns(), waits.turns(), idle.turns()),
+        (2, 1, 0),
+        "one of the two waits behind the other"
+    );
+    tokio::time::timeout(PATIENCE, waits.wait_finished()).await.expect("its rest is over");
+    assert!(!waits.is_resting());
+    bench.open_gate.send(()).unwrap();
+    bench.batches.recv_timeout(PATIENCE).unwrap();
+    assert_eq!((first.turns() + waits.turns(), idle.turns()), (4, 0), "nobody waits behind the last one");
+    bench.open_gate.send(()).unwrap();
+    b.combine();
+}
+
+#[tokio::test]
 async fn a_call_goes_through_the_same_engine() {
     let bench = bench(Shard::new(0, 2).unwrap(), false);
     let header = FrameHeader {

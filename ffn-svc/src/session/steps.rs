@@ -9,7 +9,7 @@ use afd_common::lease::WORDS_PER_LEASE;
 use afd_common::net::{client, messages};
 use afd_common::proto::{RpcStatus, v1};
 use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{sleep_until, timeout};
 use tonic::{Code, Status, Streaming};
 
 use super::plans::{Accepted, PlanBook, PlanError, PlanLimits};
@@ -20,6 +20,8 @@ use crate::engine::{GraphUse, HopTimes, Planned, PlannedStep, StepAccount};
 
 /// Messages that wait for a slow reader; reports beyond that stay on the session's accounts.
 pub(super) const OUT_QUEUE: usize = 64;
+/// Between two heartbeats while hops come: their rank counts the time in which nothing moves.
+const QUICK_BEAT: Duration = Duration::from_millis(50);
 /// Longest time that a last word waits for a reader.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
@@ -95,6 +97,33 @@ enum End {
     Session,
 }
 
+/// When to speak next: often while hops come and for a lease after them, else as often as the lease asks.
+struct Pulse {
+    lease: Duration,
+    due: Instant,
+    turns: u64,
+    moved: Instant,
+    /// Speaks seldom.
+    rests: bool,
+}
+
+impl Pulse {
+    /// The first word is due.
+    fn new(lease: Duration, now: Instant) -> Self {
+        Self { lease, due: now, turns: 0, moved: now, rests: false }
+    }
+
+    /// So many turns were told of.
+    fn handle_beat(&mut self, turns: u64, now: Instant) {
+        if std::mem::replace(&mut self.turns, turns) != turns {
+            self.moved = now;
+        }
+        self.rests = now.saturating_duration_since(self.moved) >= self.lease;
+        let third = self.lease / WORDS_PER_LEASE;
+        self.due = now + if self.rests { third } else { third.min(QUICK_BEAT) };
+    }
+}
+
 /// A message that cannot be read is answered; a connection that is gone is not.
 fn broken(status: Status) -> End {
     match messages::blamed(&status, None).unwrap_or(status) {
@@ -112,8 +141,7 @@ struct Stream<'a> {
 
 impl Stream<'_> {
     async fn run(&mut self, requests: &mut Streaming<v1::StepsRequest>) -> End {
-        let mut beat = interval(self.sessions.settings().lease / WORDS_PER_LEASE);
-        beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut pulse = Pulse::new(self.sessions.settings().lease, Instant::now());
         let mut draining = self.sessions.draining();
         if draining.borrow_and_update().is_some() {
             self.tell_draining();
@@ -130,12 +158,30 @@ impl Stream<'_> {
                     Err(status) => return broken(status),
                 },
                 () = self.session.accounts.wait_finished() => {}
-                _ = beat.tick() => self.send(v1::steps_response::Message::Heartbeat(self.heartbeat())),
+                () = sleep_until(pulse.due.into()) => {}
                 Ok(()) = draining.changed() => self.tell_draining(),
                 () = self.session.ended() => return End::Session,
                 () = self.out.closed() => return End::Peer("the attention rank is gone".into()),
             }
             self.report_finished();
+            self.beat(&mut pulse);
+        }
+    }
+
+    /// A heartbeat, if it is time for one.
+    fn beat(&self, pulse: &mut Pulse) {
+        let (accounts, now) = (&self.session.accounts, Instant::now());
+        let turns = accounts.turns();
+        if pulse.rests && !accounts.is_resting() {
+            pulse.due = now;
+        }
+        if now < pulse.due {
+            return;
+        }
+        self.send(v1::steps_response::Message::Heartbeat(self.heartbeat(turns)));
+        pulse.handle_beat(turns, now);
+        if pulse.rests {
+            accounts.rest();
         }
     }
 
@@ -185,9 +231,10 @@ impl Stream<'_> {
         }
     }
 
-    fn heartbeat(&self) -> v1::Heartbeat {
+    fn heartbeat(&self, turns: u64) -> v1::Heartbeat {
         let last = self.session.accounts.last_begun().unwrap_or_default();
-        v1::Heartbeat { sent_at_us: now_us(), last_step_id: last.step.0, last_layer: last.layer.0.into() }
+        let (last_step_id, last_layer) = (last.step.0, last.layer.0.into());
+        v1::Heartbeat { sent_at_us: now_us(), last_step_id, last_layer, turns }
     }
 
     fn tell_draining(&self) {

@@ -90,6 +90,10 @@ impl RemoteFfn {
                                 if arrival == Arrival::Accepted {
                                     self.recorder.handle_arrival(hop, shard);
                                     observe(edge, sent_us, now_us);
+                                    // Whatever waits behind it has its whole time from here on.
+                                    if let Some(control) = &edge.control {
+                                        control.life.handle_moved(now);
+                                    }
                                 }
                                 self.stats.handle_arrival(arrival);
                             }

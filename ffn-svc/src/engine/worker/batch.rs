@@ -16,6 +16,12 @@ impl<M: StageModel> Worker<M> {
     pub(super) fn run_batch(&mut self, layer: LayerIdx) {
         let mut batch = std::mem::take(&mut self.batch);
         let started_us = self.clock.now_us();
+        for source in &self.sources {
+            // Whoever waits behind others is told that they get on.
+            if self.queue.waiting_of(source.id) > 0 || batch.iter().any(|hop| hop.source == source.id) {
+                source.accounts.handle_turn();
+            }
+        }
         for hop in &batch {
             if let Some(source) = self.source(hop.source)
                 && !source.accounts.handle_begin(hop.key)
