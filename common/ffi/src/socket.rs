@@ -40,14 +40,21 @@ pub fn recv_now(socket: impl AsFd, buf: &mut [u8]) -> io::Result<usize> {
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when it takes nothing; otherwise the system's word, and no signal.
 pub fn send_now(socket: impl AsFd, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
-    // SAFETY: a msghdr is plain integers and pointers, for which zero is a value: no name, no control data.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = bufs.as_ptr().cast_mut().cast();
-    message.msg_iovlen = bufs.len() as _;
     let (socket, flags) = (socket.as_fd().as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
-    // SAFETY: `IoSlice` is laid out as an iovec (std's promise) of memory borrowed for the call, `msg_iovlen` of them; the
-    // descriptor is borrowed for the call too. The kernel reads all of it and writes none. The bare call, as above.
-    let sent = unsafe { libc::syscall(libc::SYS_sendmsg, socket, &raw const message, flags) };
+    let sent = if let [buf] = bufs {
+        let nobody = ptr::null::<libc::sockaddr>();
+        // SAFETY: the buffer and the descriptor are borrowed for the call; the kernel reads the buffer and is told no address.
+        // The bare call, as above.
+        unsafe { libc::syscall(libc::SYS_sendto, socket, buf.as_ptr(), buf.len(), flags, nobody, 0) }
+    } else {
+        // SAFETY: a msghdr is plain integers and pointers, for which zero is a value: no name, no control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = bufs.as_ptr().cast_mut().cast();
+        message.msg_iovlen = bufs.len() as _;
+        // SAFETY: `IoSlice` is laid out as an iovec (std's promise) of memory borrowed for the call, `msg_iovlen` of them; the
+        // descriptor is borrowed for the call too. The kernel reads all of it and writes none. The bare call, as above.
+        unsafe { libc::syscall(libc::SYS_sendmsg, socket, &raw const message, flags) }
+    };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 

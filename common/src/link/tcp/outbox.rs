@@ -13,6 +13,9 @@ use crate::link::stream::LinkStream;
 
 /// Parts of a frame that go to the kernel in one call: header, rows, two side tensors, and more room than that.
 const SLICES: usize = 8;
+/// A frame of so few bytes is put together before it goes: the kernel takes one piece of memory sooner than it has learned where
+/// several are (0.15 us of a round trip of one row, where the copy takes 0.05).
+const TOGETHER_BYTES: usize = HEADER_BYTES + (8 << 10);
 /// What a core copies at least.
 const COPY_BYTES_PER_NS: u64 = 4;
 
@@ -26,6 +29,8 @@ pub(super) struct Outbox {
 struct State {
     waiting: VecDeque<Vec<u8>>,
     spare: Vec<Vec<u8>>,
+    /// For a frame that is put together; empty in between.
+    together: Vec<u8>,
     /// The writer thread holds a frame: nothing may overtake it.
     writing: bool,
     phase: Phase,
@@ -44,8 +49,8 @@ impl Outbox {
     /// Room for `frames` frames of `frame_bytes`; their pages are taken from the system at first use.
     pub(super) fn new(frames: usize, frame_bytes: usize) -> Self {
         let spare = (0..frames).map(|_| Vec::with_capacity(frame_bytes)).collect();
-        let state =
-            State { waiting: VecDeque::with_capacity(frames), spare, writing: false, phase: Phase::Open };
+        let (waiting, together) = (VecDeque::with_capacity(frames), Vec::with_capacity(TOGETHER_BYTES));
+        let state = State { waiting, spare, together, writing: false, phase: Phase::Open };
         Self { state: Mutex::new(state), changed: Condvar::new(), frame_bytes }
     }
 
@@ -58,9 +63,17 @@ impl Outbox {
     ) -> io::Result<()> {
         let len = body.iter().fold(HEADER_BYTES, |sum, part| sum + part.len());
         let mut state = self.open()?;
+        let mut together = std::mem::take(&mut state.together);
         let mut leaving = Leaving::new(&mut state, stream, len, self.frame_bytes);
-        leaving.push(&Parts { head: header, body })?;
-        self.end(leaving)
+        let mut parts = Parts { head: header, body };
+        if len <= TOGETHER_BYTES && leaving.behind.is_none() {
+            parts.iter().for_each(|part| together.extend_from_slice(part));
+            parts = Parts { head: &together, body: &[] };
+        }
+        let ended = leaving.push(&parts).and_then(|()| self.end(leaving));
+        together.clear();
+        state.together = together;
+        ended
     }
 
     /// The same of a frame whose sum stands behind its body, which is summed piece by piece of `piece_bytes`.
