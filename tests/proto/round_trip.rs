@@ -126,10 +126,8 @@ fn plan() -> impl Strategy<Value = v1::StepPlan> {
 }
 
 fn heartbeat() -> impl Strategy<Value = v1::Heartbeat> {
-    (any::<[u64; 2]>(), any::<u32>()).prop_map(|([sent_at_us, last_step_id], last_layer)| v1::Heartbeat {
-        sent_at_us,
-        last_step_id,
-        last_layer,
+    (any::<[u64; 3]>(), any::<u32>()).prop_map(|([sent_at_us, last_step_id, turns], last_layer)| {
+        v1::Heartbeat { sent_at_us, last_step_id, last_layer, turns }
     })
 }
 
