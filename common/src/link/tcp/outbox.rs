@@ -14,7 +14,7 @@ use crate::link::stream::LinkStream;
 /// Parts of a frame that go to the kernel in one call: header, rows, two side tensors, and more room than that.
 const SLICES: usize = 8;
 /// A frame of so few bytes is put together before it goes: the kernel takes one piece of memory sooner than it has learned where
-/// several are (0.15 us of a round trip of one row, where the copy takes 0.05).
+/// two are, by more than the copy costs (deploy/bench/results/2026-12-01-cpu-links.txt, section 10).
 const TOGETHER_BYTES: usize = HEADER_BYTES + (8 << 10);
 /// What a core copies at least.
 const COPY_BYTES_PER_NS: u64 = 4;
