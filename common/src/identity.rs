@@ -167,21 +167,17 @@ pub fn compared(model: &v1::ModelIdentity) -> [Compared; 9] {
     let of = |field, value: String, options| Compared { field, value, options };
     // Who says nothing has contiguous parts, lets the model route, and has shared experts on the FFN.
     let placement = if model.placement.is_empty() { CONTIGUOUS } else { &model.placement };
-    let routing = match model.routing() {
-        v1::Routing::Unspecified => v1::Routing::Model,
-        said => said,
-    };
-    let shared_experts = match model.shared_expert_placement() {
-        v1::SharedExpertPlacement::Unspecified => v1::SharedExpertPlacement::Ffn,
-        said => said,
-    };
+    // Numbers as they came: one that is not known here is no default.
+    let said = |wire: i32, default: i32| if wire == 0 { default } else { wire };
+    let routing = said(model.routing, v1::Routing::Model.into());
+    let shared_experts = said(model.shared_expert_placement, v1::SharedExpertPlacement::Ffn.into());
     [
         of("model.architecture", model.architecture.clone(), "--model"),
         of("model.hidden_size", model.hidden_size.to_string(), "--model"),
         of("model.num_layers", model.num_layers.to_string(), "--model"),
         of("model.fingerprint", model.fingerprint.clone(), "--model, or --load-format and --seed"),
-        of("model.activation_dtype", spelling::dtype(model.activation_dtype()).into(), "--dtype"),
-        of("model.gate_placement", spelling::gate(model.gate_placement()).into(), "--gate"),
+        of("model.activation_dtype", spelling::dtype(model.activation_dtype).into(), "--dtype"),
+        of("model.gate_placement", spelling::gate(model.gate_placement).into(), "--gate"),
         of(
             "model.shared_expert_placement",
             spelling::shared_experts(shared_experts).into(),

@@ -86,8 +86,11 @@ fn finding(fault: Fault, address: &str, sentence: String) -> Finding {
 /// "A0", "F1".
 pub(super) fn name(identity: Option<&v1::Identity>) -> String {
     let Some(identity) = identity else { return "a rank without a name".into() };
-    let letter = if identity.role() == v1::Role::Ffn { 'F' } else { 'A' };
-    format!("{letter}{}", identity.rank)
+    match v1::Role::try_from(identity.role) {
+        Ok(v1::Role::Ffn) => format!("F{}", identity.rank),
+        Ok(v1::Role::Attention) => format!("A{}", identity.rank),
+        _ => format!("rank {} of role {}", identity.rank, spelling::role(identity.role)),
+    }
 }
 
 fn misplaced(seen: &Seen) -> Option<Finding> {
@@ -260,7 +263,7 @@ fn absences(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
 
 /// Kinds of link that an FFN rank offers, as attention names them.
 pub(super) fn offered(rank: &FfnRank) -> Vec<String> {
-    rank.edge.answer.link_kinds().map(|kind| spelling::link(kind).to_owned()).collect()
+    rank.edge.answer.link_kinds.iter().map(|kind| spelling::link(*kind).into_owned()).collect()
 }
 
 /// An attention rank tells the address it resolved; a name is compared by its port alone.

@@ -138,7 +138,7 @@ impl<'a> Control<'a> {
         if identity.role() != v1::Role::Ffn {
             return Err(SessionError::Refused(format!(
                 "join: identity.role is {}, expected ffn (--ffn)",
-                spelling::role(identity.role())
+                spelling::role(identity.role)
             )));
         }
         let process = self.process.insert(Process::of(identity)).clone();

@@ -118,10 +118,10 @@ pub(super) fn combine_dtype(joined: &v1::JoinResponse) -> Result<RowType, Sessio
     match joined.combine_dtype() {
         v1::Dtype::F32 => Ok(RowType::F32),
         v1::Dtype::Bf16 => Ok(RowType::Bf16),
-        other => {
-            let dtype = spelling::dtype(other);
-            Err(SessionError::Refused(format!("join: combine dtype {dtype} is not known here")))
-        }
+        _ => Err(SessionError::Refused(format!(
+            "join: combine_dtype is {}, expected float32 or bfloat16",
+            spelling::dtype(joined.combine_dtype)
+        ))),
     }
 }
 

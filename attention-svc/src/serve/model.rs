@@ -14,7 +14,7 @@ use afd_common::weights::Weights;
 
 use super::ServeError;
 use crate::api::ServedModel;
-use crate::config::{CapacityConfig, FfnTarget, KvMemory, KvPlan, ModelSource, ServeConfig};
+use crate::config::{CapacityConfig, KvMemory, KvPlan, ModelSource, ServeConfig};
 use crate::device::Gpu;
 use crate::engine::{CachedAttention, EngineConfig, EngineTracing};
 use crate::model::{AttentionModel, KvCache, bytes_per_block};
@@ -86,8 +86,8 @@ pub(super) fn load(
         architecture = identity.architecture,
         fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
         dtype = %rows,
-        gate = spelling::gate(identity.gate_placement()),
-        shared_experts = spelling::shared_experts(identity.shared_expert_placement()),
+        gate = &*spelling::gate(identity.gate_placement),
+        shared_experts = &*spelling::shared_experts(identity.shared_expert_placement),
         device = %source.device,
         load_format = %source.load_format,
         threads = capacity.threads,
@@ -113,8 +113,7 @@ pub(super) fn load(
 fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<ExpertRules, ServeError> {
     let read = |path: &PathBuf| {
         let failed = |what| ServeError::Placement { path: path.display().to_string(), what };
-        let num_shards = (ffn.target == FfnTarget::Local).then_some(1);
-        let placement = PlacementFile::read(path).map_err(failed)?.placement(config, num_shards);
+        let placement = PlacementFile::read(path).map_err(failed)?.placement(config, None);
         placement.map(Arc::new).map_err(|error| failed(error.to_string()))
     };
     if ffn.routing == Routing::Balanced {

@@ -132,8 +132,8 @@ fn dispatch(spec: &StageSpec, request: v1::RunStageRequest) -> Result<(FrameHead
     let dtype = match rows.dtype() {
         v1::Dtype::F32 => RowType::F32,
         v1::Dtype::Bf16 => RowType::Bf16,
-        other => {
-            let what = format!("{}, expected {}", spelling::dtype(other), spec.activations);
+        _ => {
+            let what = format!("{}, expected {}", spelling::dtype(rows.dtype), spec.activations);
             return Err(wrong("hidden_states.dtype", what));
         }
     };
@@ -170,10 +170,10 @@ fn side_of(
     };
     let expected = side_specs(inputs.side, inputs.side_columns);
     let received: Vec<_> =
-        tensors.iter().map(|tensor| (spelling::dtype(tensor.dtype()), tensor.shape.clone())).collect();
+        tensors.iter().map(|tensor| (spelling::dtype(tensor.dtype), tensor.shape.clone())).collect();
     let wanted: Vec<_> = expected
         .iter()
-        .map(|spec| (spelling::dtype(spec.dtype()), vec![i64::from(num_rows), i64::from(spec.columns)]))
+        .map(|spec| (spelling::dtype(spec.dtype), vec![i64::from(num_rows), i64::from(spec.columns)]))
         .collect();
     if received != wanted {
         let names: Vec<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
@@ -192,7 +192,9 @@ fn check_tensor(name: &str, tensor: &v1::Tensor) -> Result<(u32, u32), Status> {
         v1::Dtype::F32 | v1::Dtype::I32 => 4u64,
         v1::Dtype::Bf16 | v1::Dtype::F16 => 2,
         v1::Dtype::I64 => 8,
-        v1::Dtype::Unspecified => return Err(wrong(name, "its dtype is missing or not known".into())),
+        v1::Dtype::Unspecified => {
+            return Err(wrong(name, format!("its dtype is {}", spelling::dtype(tensor.dtype))));
+        }
     };
     let [rows, columns] = tensor.shape[..] else {
         return Err(wrong(name, format!("shape {:?}, expected [rows, columns]", tensor.shape)));

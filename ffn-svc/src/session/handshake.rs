@@ -1,5 +1,7 @@
 //! What two processes must agree on before a tensor may travel, and what they negotiate. Pure: the request and what this
 //! rank serves go in, an [`Agreement`] or a [`Refusal`] that names the field and both values comes out.
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use afd_common::identity::{Compared, difference};
@@ -129,7 +131,7 @@ pub enum Refusal {
     #[error("`identity.role` is {found}; only attention ranks join an FFN rank (--ffn)")]
     Role {
         /// What it is.
-        found: &'static str,
+        found: Cow<'static, str>,
     },
     /// The secret is absent or wrong.
     #[error("`join_token` is {found}; this FFN rank asks for one (--join-token-file)")]
@@ -200,7 +202,7 @@ fn check_identity(identity: Option<&v1::Identity>) -> Result<(), Refusal> {
         });
     }
     if identity.role() != v1::Role::Attention {
-        return Err(Refusal::Role { found: spelling::role(identity.role()) });
+        return Err(Refusal::Role { found: spelling::role(identity.role) });
     }
     Ok(())
 }
@@ -221,14 +223,11 @@ fn check_model(own: &v1::ModelIdentity, caller: Option<&v1::ModelIdentity>) -> R
 }
 
 fn common_kinds(offer: &Offer, request: &v1::JoinRequest) -> Result<Vec<v1::LinkKind>, Refusal> {
-    // A kind this build has no name for is one it cannot serve. Each once, however often it is said.
-    let mut wanted: Vec<v1::LinkKind> = Vec::new();
-    for kind in request.link_kinds() {
-        if !wanted.contains(&kind) {
-            wanted.push(kind);
-        }
-    }
-    let common: Vec<_> = wanted.iter().copied().filter(|kind| offer.link_kinds.contains(kind)).collect();
+    // Each once, however often it is said. A kind this build has no name for is one it cannot serve.
+    let mut said = BTreeSet::new();
+    let wanted: Vec<i32> = request.link_kinds.iter().copied().filter(|kind| said.insert(*kind)).collect();
+    let known = wanted.iter().filter_map(|kind| v1::LinkKind::try_from(*kind).ok());
+    let common: Vec<_> = known.filter(|kind| offer.link_kinds.contains(kind)).collect();
     if common.is_empty() {
         return Err(Refusal::NothingInCommon {
             field: "link_kinds",

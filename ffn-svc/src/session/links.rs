@@ -80,7 +80,7 @@ impl Sessions {
     ) -> Result<(v1::LinkKind, GrantSpec), Status> {
         let wire_kind = link.kind();
         let kind = link_kind(wire_kind).filter(|_| session.agreement.link_kinds.contains(&wire_kind));
-        let kind = kind.ok_or_else(|| not_agreed(session, wire_kind))?;
+        let kind = kind.ok_or_else(|| not_agreed(session, link.kind))?;
         check_sizes(session, link)?;
         let max_body_bytes = Limits::body_bytes(link.max_rows, self.engine().spec().max_row_bytes())
             .ok_or_else(|| invalid("links.max_rows", format!("{} rows do not fit a frame", link.max_rows)))?;
@@ -126,7 +126,7 @@ fn link_kind(kind: v1::LinkKind) -> Option<LinkKind> {
     }
 }
 
-pub(super) fn not_agreed(session: &Session, kind: v1::LinkKind) -> Status {
+pub(super) fn not_agreed(session: &Session, kind: i32) -> Status {
     let agreed = spelling::links(session.agreement.link_kinds.iter().copied());
     invalid("links.kind", format!("{}; agreed were {agreed}", spelling::link(kind)))
 }

@@ -8,6 +8,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use afd_common::proto::v1;
+use afd_common::spelling;
 
 /// Live sessions at once, over all deployments.
 const MAX_SESSIONS: usize = 1024;
@@ -55,8 +56,12 @@ impl Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let letter = if self.role == v1::Role::Attention as i32 { "A" } else { "F" };
-        write!(f, "{letter}{} of `{}`", self.rank, self.deployment)
+        match v1::Role::try_from(self.role) {
+            Ok(v1::Role::Attention) => write!(f, "A{}", self.rank)?,
+            Ok(v1::Role::Ffn) => write!(f, "F{}", self.rank)?,
+            _ => write!(f, "rank {} of role {}", self.rank, spelling::role(self.role))?,
+        }
+        write!(f, " of `{}`", self.deployment)
     }
 }
 

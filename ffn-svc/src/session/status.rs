@@ -26,7 +26,7 @@ impl From<Refusal> for Status {
                 (Code::FailedPrecondition, "JOIN_NOTHING_IN_COMMON", values)
             }
             Refusal::Role { found } => {
-                let values = vec![("field", "identity.role".to_owned()), ("caller", found.to_owned())];
+                let values = vec![("field", "identity.role".to_owned()), ("caller", found.to_string())];
                 (Code::FailedPrecondition, "JOIN_ROLE", values)
             }
             Refusal::Invalid { field, .. } => {

@@ -32,7 +32,7 @@ impl Sessions {
     ) -> Result<v1::LinkGrant, Status> {
         let kind = link.kind();
         if !session.agreement.link_kinds.contains(&kind) {
-            return Err(not_agreed(session, kind));
+            return Err(not_agreed(session, link.kind));
         }
         check_sizes(session, link)?;
         if link.patience_ms == 0 || link.patience_ms > MAX_PATIENCE_MS {

@@ -131,9 +131,13 @@ async fn links_are_granted_as_agreed_and_attached_once() {
         max_rows,
         ..Default::default()
     };
-    for (link, field) in
-        [(wrong(0, 1), "links.credits"), (wrong(5, 1), "links.credits"), (wrong(1, 65), "links.max_rows")]
-    {
+    let newer = v1::LinkRequest { kind: 17, ..wrong(1, 1) };
+    for (link, field) in [
+        (wrong(0, 1), "links.credits"),
+        (wrong(5, 1), "links.credits"),
+        (wrong(1, 65), "links.max_rows"),
+        (newer, "`links.kind`: 17 (not known here); agreed were tcp"),
+    ] {
         let session_id = attention.joined.session_id.clone();
         let request = v1::OpenLinksRequest { session_id, links: vec![link] };
         let status = attention.control.open_links(request).await.unwrap_err();
@@ -262,6 +266,9 @@ async fn a_wrong_hop_is_answered_with_its_fault_and_the_link_lives_on() {
     let bf16 = v1::Tensor { dtype: v1::Dtype::Bf16.into(), data: vec![0; 128], ..rows.clone() };
     let status = stages.run_stage(request(0, &bf16)).await.unwrap_err();
     assert!(status.message().contains("bfloat16, expected the activation dtype float32"), "{status:?}");
+    let newer = v1::Tensor { dtype: 17, ..rows.clone() };
+    let status = stages.run_stage(request(0, &newer)).await.unwrap_err();
+    assert!(status.message().contains("its dtype is 17 (not known here)"), "{status:?}");
     let many = v1::Tensor { shape: vec![65, 64], data: vec![0; 65 * 256], ..rows };
     let status = stages.run_stage(request(0, &many)).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);

@@ -103,7 +103,7 @@ fn what_must_be_equal_is_refused_by_name_with_both_values() {
     fn model(request: &mut v1::JoinRequest) -> &mut v1::ModelIdentity {
         request.model.as_mut().unwrap()
     }
-    let cases: [(Change, [&str; 4]); 12] = [
+    let cases: [(Change, [&str; 4]); 17] = [
         (|r| r.protocol_major = 9, ["protocol_major", "9", "1", "update"]),
         (|r| model(r).placement = "00ff".into(), ["model.placement", "00ff", "contiguous", "--placement"]),
         (
@@ -128,6 +128,24 @@ fn what_must_be_equal_is_refused_by_name_with_both_values() {
         (
             |r| model(r).shared_expert_placement = v1::SharedExpertPlacement::Attention.into(),
             ["model.shared_expert_placement", "has attention", "has ffn", "--shared-experts"],
+        ),
+        // Of a newer process: what this one has no name for is no default.
+        (
+            |r| model(r).activation_dtype = 71,
+            ["model.activation_dtype", "has 71 (not known here)", "has float32", "--dtype"],
+        ),
+        (
+            |r| model(r).gate_placement = 71,
+            ["model.gate_placement", "has 71 (not known here)", "has ffn", "--gate"],
+        ),
+        (
+            |r| model(r).shared_expert_placement = 71,
+            ["model.shared_expert_placement", "has 71 (not known here)", "has ffn", "--shared-experts"],
+        ),
+        (|r| model(r).routing = 71, ["model.routing", "has 71 (not known here)", "has model", "--routing"]),
+        (
+            |r| r.identity.as_mut().unwrap().role = 71,
+            ["identity.role", "is 71 (not known here)", "only attention ranks", "--ffn"],
         ),
         (|r| r.shard_count = 3, ["shard_count", "3", "2", "--shard"]),
         (
@@ -155,7 +173,10 @@ fn missing_or_useless_fields_are_refused_by_name() {
         (|r| r.max_tokens_per_stage = 0, "`max_tokens_per_stage` is 0"),
         (|r| r.link_kinds.clear(), "`link_kinds` have nothing in common: the caller has none"),
         (|r| r.link_kinds = vec![v1::LinkKind::Nccl.into()], "nccl, this FFN rank has tcp"),
-        (|r| r.link_kinds = vec![4711], "the caller has none"),
+        (
+            |r| r.link_kinds = vec![4711],
+            "the caller has 4711 (not known here), this FFN rank has tcp, inline",
+        ),
     ];
     for (change, part) in cases {
         let message = refusal(change);
