@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use afd_common::ids::Shard;
-use afd_common::spelling::span;
+use afd_common::spelling::{FEW, first_few, span};
 
 use super::peer::{Peer, PeerState};
 use super::roster::TWICE;
@@ -28,20 +28,24 @@ pub struct Standing<'a> {
 }
 
 impl Standing<'_> {
-    /// The sentence.
+    /// The sentence. Of more ranks than a sentence has room for it names a few, those that are not up before the others.
     pub fn sentence(&self) -> String {
-        let mut line = self.missing();
-        let mut separator = ": ";
-        for (address, peer) in self.peers {
-            let _ = write!(line, "{separator}{address} ");
-            separator = "; ";
-            self.describe(&mut line, peer);
+        let peer = |(address, peer): &(SocketAddr, Peer)| {
+            let mut how = format!("{address} ");
+            self.describe(&mut how, peer);
+            (urgency(peer), how)
+        };
+        let unresolved =
+            self.unresolved.iter().map(|(name, why)| (1, format!("{name} cannot be resolved: {why}")));
+        let mut ranks: Vec<_> = self.peers.iter().map(peer).chain(unresolved).collect();
+        if ranks.len() > FEW {
+            ranks.sort_by_key(|(urgency, _)| *urgency);
         }
-        for (name, why) in self.unresolved {
-            let _ = write!(line, "{separator}{name} cannot be resolved: {why}");
-            separator = "; ";
+        let ranks: Vec<_> = ranks.into_iter().map(|(_, how)| how).collect();
+        match ranks.is_empty() {
+            true => self.missing(),
+            false => format!("{}: {}", self.missing(), first_few(&ranks, "; ")),
         }
-        line
     }
 
     /// Those that are looked for and not in use, with how they stand. While an address of a name (`names` has those of the
@@ -87,7 +91,7 @@ impl Standing<'_> {
         let each: Vec<_> =
             missing.map(|(shard, gone)| format!("shard {shard} has no rank, for {}", span(gone))).collect();
         if !each.is_empty() {
-            return each.join(", ");
+            return first_few(&each, ", ");
         }
         let mut shards = (0..self.shard_count).filter_map(|index| Shard::new(index, self.shard_count));
         match shards.find(|shard| self.only_drains(*shard)) {
@@ -155,6 +159,15 @@ impl Standing<'_> {
     }
 }
 
+/// Whom to look at first: who refuses says what is to be done, and of who is up there is nothing to do.
+fn urgency(peer: &Peer) -> u8 {
+    match &peer.state {
+        PeerState::Refused { .. } => 0,
+        PeerState::Up { life, .. } if life.lost_at().is_none() => 2,
+        PeerState::Up { .. } | PeerState::Apart { .. } | PeerState::Connecting { .. } => 1,
+    }
+}
+
 /// What ended its last session, unless that is said already.
 fn parted(peer: &Peer, last_error: &str) -> String {
     match peer.parted.as_str() {
@@ -214,6 +227,27 @@ mod tests {
              10.0.0.1:2 refuses, for 2.5 s: model.fingerprint differs; \
              10.0.0.1:3 is being connected to, for 6.5 s; ffn-9:1 cannot be resolved: no such host"
         );
+    }
+
+    #[test]
+    fn of_many_ranks_a_few_are_named_and_none_that_is_up_before_one_that_is_not() {
+        let (started, life) = (Instant::now(), Arc::new(Life::new(Instant::now())));
+        let refused = PeerState::Refused { why: "model.fingerprint differs".into(), for_good: true };
+        let mut peers = vec![up(0, started, &life); 12];
+        peers.extend(vec![Peer::unknown(started); 20]);
+        peers.push(Peer { state: refused, ..Peer::unknown(started) });
+        let said = sentence(&peers, 2, started, 1500);
+        assert!(
+            said.starts_with(
+                "shard 1/2 has no rank, for 1.5 s: 10.0.0.1:33 refuses, for 1.5 s: model.fingerprint differs; \
+                 10.0.0.1:13 is being connected to, for 1.5 s; 10.0.0.1:14 is"
+            ) && said.ends_with("; and 26 more"),
+            "{said}"
+        );
+        assert!(!said.contains("is up"), "{said}");
+        // So are shards.
+        let said = sentence(&peers[12..14], 30, started, 1500);
+        assert!(said.contains("shard 7/30 has no rank, for 1.5 s, and 22 more: 10.0.0.1:1 is"), "{said}");
     }
 
     #[test]
