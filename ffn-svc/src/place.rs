@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use afd_common::config::option::refuse;
 use afd_common::ids::LayerIdx;
 use afd_common::placement::{ExpertLoad, LayerProposal, ProposeError, propose};
+use afd_common::spelling::first_few;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::EngineHandle;
@@ -93,7 +94,7 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
              ({copies} of {wanted} copies)"
         );
     }
-    let text = serde_json::to_string_pretty(&proposal.file)? + "\n";
+    let text = proposal.file.to_json();
     match &options.out {
         Some(path) => std::fs::write(path, text)
             .or_else(|error| Ok(refuse("--out", format!("{}: {error}", path.display()))?)),
@@ -115,7 +116,7 @@ fn all_shards(reports: &[ExpertReport]) -> Result<(), String> {
         (0..shards).filter(|shard| !given.contains(shard)).map(|shard| shard.to_string()).collect();
     match missing.is_empty() {
         true => Ok(()),
-        false => Err(format!("no file has the counts of shard {} of {shards}", missing.join(", "))),
+        false => Err(format!("no file has the counts of shard {} of {shards}", first_few(&missing, ", "))),
     }
 }
 
@@ -168,6 +169,8 @@ mod tests {
         let counts = vec![write(0, &[(0, 50), (1, 1)]), write(1, &[(2, 1), (3, 1)])];
         let mut options = PlaceOptions { counts, shards: 2, copies: 1, out: Some(out.clone()) };
         run(&options).unwrap();
+        let lines = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(lines.lines().filter(|line| line.trim_start().starts_with("[0")).count(), 2, "{lines}");
         let file = afd_common::placement::PlacementFile::read(&out).unwrap();
         assert!(file.layers["3"].iter().all(|experts| experts.contains(&0)), "{file:?}");
 

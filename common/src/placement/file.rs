@@ -7,6 +7,8 @@
 //! [layers]
 //! 5 = [[0, 2, 4, 6], [1, 3, 5, 7]]
 //! ```
+//!
+//! Written it is JSON with a line for each shard, so that what two files say can be compared by eye and by diff.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -38,6 +40,28 @@ impl PlacementFile {
             return serde_json::from_str(&text).map_err(|error| error.to_string());
         }
         toml::from_str(&text).map_err(|error| error.to_string().trim_end().replace('\n', " "))
+    }
+
+    /// As JSON: one shard's experts a line, layers by number.
+    pub fn to_json(&self) -> String {
+        let mut fields = Vec::new();
+        if let Some(shards) = &self.experts {
+            fields.push(format!("  \"experts\": {}", shards_json(shards, "  ")));
+        }
+        if !self.layers.is_empty() {
+            let mut layers: Vec<_> = self.layers.iter().collect();
+            // What is no number stays where its text puts it.
+            layers.sort_by_key(|(name, _)| name.parse::<usize>().unwrap_or(usize::MAX));
+            let layer = |(name, shards): (&String, &Vec<Vec<usize>>)| {
+                format!("    {}: {}", serde_json::Value::from(name.as_str()), shards_json(shards, "    "))
+            };
+            let layers: Vec<_> = layers.into_iter().map(layer).collect();
+            fields.push(format!("  \"layers\": {{\n{}\n  }}", layers.join(",\n")));
+        }
+        match fields.is_empty() {
+            true => "{}\n".to_owned(),
+            false => format!("{{\n{}\n}}\n", fields.join(",\n")),
+        }
     }
 
     /// Compares it with a model and, where it is known, with the number of shards of the deployment.
@@ -81,4 +105,14 @@ impl PlacementFile {
         }
         Ok(())
     }
+}
+
+/// A list of lists whose inner ones have a line each, behind an indentation that the closing bracket has too.
+fn shards_json(shards: &[Vec<usize>], indent: &str) -> String {
+    if shards.is_empty() {
+        return "[]".to_owned();
+    }
+    // A list of numbers looks alike in Rust and in JSON.
+    let lines: Vec<_> = shards.iter().map(|experts| format!("{indent}  {experts:?}")).collect();
+    format!("[\n{}\n{indent}]", lines.join(",\n"))
 }

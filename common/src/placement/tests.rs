@@ -58,6 +58,39 @@ fn what_is_wrong_is_named() {
     assert_eq!(other.to_string(), "`experts` lists 2 shards, expected 3");
 }
 
+fn read_json(text: &str) -> PlacementFile {
+    let mut file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+    PlacementFile::read(file.path()).unwrap()
+}
+
+#[test]
+fn what_is_written_has_a_line_for_each_shard() {
+    let shards = |lists: [&[usize]; 2]| lists.map(<[usize]>::to_vec).to_vec();
+    let layers = [("10", shards([&[0, 2], &[1]])), ("2", shards([&[0, 1, 2], &[]]))];
+    let layers = layers.map(|(name, shards)| (name.to_owned(), shards)).into();
+    let file = PlacementFile { experts: Some(shards([&[0], &[1, 2]])), layers };
+    let expected = r#"{
+  "experts": [
+    [0],
+    [1, 2]
+  ],
+  "layers": {
+    "2": [
+      [0, 1, 2],
+      []
+    ],
+    "10": [
+      [0, 2],
+      [1]
+    ]
+  }
+}
+"#;
+    assert_eq!(file.to_json(), expected);
+    assert_eq!(PlacementFile::default().to_json(), "{}\n");
+}
+
 #[test]
 fn files_that_say_the_same_have_the_same_digest() {
     let config = config("tiny-mixtral");
@@ -104,6 +137,20 @@ fn a_proposal_copies_what_is_hot_and_evens_the_rest_out() {
 }
 
 proptest! {
+    /// Whatever a file says, the reader finds it again in what is written.
+    #[test]
+    fn what_is_written_is_read_back(
+        experts in prop::option::of(prop::collection::vec(prop::collection::vec(0usize..300, 0..9), 0..5)),
+        layers in prop::collection::btree_map(
+            "[0-9]{1,3}|[\\PC\"\\\\\n]{0,4}",
+            prop::collection::vec(prop::collection::vec(any::<usize>(), 0..9), 0..5),
+            0..5,
+        ),
+    ) {
+        let file = PlacementFile { experts, layers };
+        prop_assert_eq!(&read_json(&file.to_json()), &file);
+    }
+
     /// Whatever was counted: every expert has an owner, no shard holds much more than its share, and it is never worse
     /// balanced than contiguous parts.
     #[test]
