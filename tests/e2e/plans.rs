@@ -1,8 +1,9 @@
 //! Plans go one step ahead, and a timeline of both sides can be had from a running pair.
 use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
 use afd_tests::fixtures;
-use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
+use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, output};
 use afd_tests::oracle;
 use anyhow::{Context, ensure};
 use serde_json::{Value, json};
@@ -107,4 +108,43 @@ async fn a_profile_shows_every_rank_layer_and_stage_of_the_steps_asked_for() -> 
     let nothing = ask(5, 1).await?;
     ensure!(nothing.status() == 504 && nothing.text().await?.contains("did not run"));
     Ok(())
+}
+
+#[tokio::test]
+async fn who_asks_for_a_profile_while_another_is_under_way_is_told_so_and_takes_nothing_from_it()
+-> anyhow::Result<()> {
+    let deployment = Deployment::start(pair()).await?;
+    let ask = |steps: usize, timeout_s: u64| {
+        let wanted = json!({"steps": steps, "timeout_s": timeout_s});
+        Box::pin(deployment.client().post(deployment.url(0, "/profile")).json(&wanted).send())
+    };
+    // Nothing runs: whichever comes first is under way for as long as its caller waits.
+    let (refused, _, under_way) = futures::future::select_all([ask(1000, 600), ask(1000, 600)]).await;
+    let refused = refused?;
+    ensure!(refused.status() == 409, "{}", refused.status());
+    let error: Value = refused.json().await?;
+    ensure!(error["error"]["code"] == "profile_under_way", "{error}");
+
+    let (url, folder) = (deployment.url(0, ""), tempfile::tempdir()?);
+    let out = folder.path().join("profile.json").display().to_string();
+    let command = move || output("attention-svc", &["profile", "--url", &url, "--out", &out]);
+    let output = tokio::task::spawn_blocking(command).await??;
+    let said = String::from_utf8(output.stderr)?;
+    let words = ["409", "another profile is under way: 1000 steps for 127.0.0.1:", "it ends within"];
+    ensure!(words.iter().all(|word| said.contains(word)), "{said}");
+    ensure!(output.status.code() == Some(1) && !folder.path().join("profile.json").exists(), "{said}");
+
+    // The one under way is over once its caller is gone, and the next one is as good as ever.
+    drop(under_way);
+    let prompt = &fixtures::expected(MODEL)?.prompts[0];
+    let begun = Instant::now();
+    loop {
+        let (answer, load) = tokio::join!(ask(5, 30), deployment.greedy(0, &prompt.input_ids, 60));
+        load?;
+        let answer = answer?;
+        if answer.status() == 200 {
+            return Ok(());
+        }
+        ensure!(answer.status() == 409 && begun.elapsed() < Duration::from_secs(30), "{}", answer.status());
+    }
 }

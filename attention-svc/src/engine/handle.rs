@@ -125,8 +125,8 @@ impl EngineHandle {
         let _ = self.send(Command::Abort(id));
     }
 
-    /// Records the next steps. The answer comes when they have run; dropping it ends the recording. Another call takes its
-    /// place.
+    /// Records the next steps. The answer comes when they have run; dropping it ends the recording. There is
+    /// one at a time: whoever calls again meanwhile takes its place.
     pub fn profile(&self, num_steps: usize) -> oneshot::Receiver<Vec<ProfiledStep>> {
         let (reply, answer) = oneshot::channel();
         // An engine that has ended drops what it is sent, which the answer tells.

@@ -1,16 +1,18 @@
 //! `attention-svc profile`: the next steps of a running attention rank and its FFN ranks as one timeline, in Chrome's trace
 //! format, for Perfetto.
 //!
-//! In reading order: this (the command) → [`route`] (what the rank does: asks the engine, collects what FFN ranks report of
-//! the same steps) → [`chrome`] (times to lanes).
+//! In reading order: this (the command) → [`route`] (what the rank does, for one caller at a time: asks the engine, collects
+//! what FFN ranks report of the same steps) → [`chrome`] (times to lanes).
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
 use clap::Args;
 
 pub mod chrome;
 pub mod route;
+mod under_way;
 
 use crate::served;
 
@@ -26,12 +28,9 @@ pub struct ProfileArgs {
     /// Steps to record, up to 1000; they need requests to run for
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=route::MAX_STEPS))]
     steps: u64,
-    /// Seconds to wait for them, up to 600
-    #[arg(
-        long, value_name = "SECONDS", default_value_t = 30,
-        value_parser = clap::value_parser!(u64).range(1..=route::MAX_TIMEOUT_S)
-    )]
-    timeout: u64,
+    /// Time to wait for them, up to 10m
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = patience)]
+    timeout: Span,
     /// Where to write the timeline; open it at https://ui.perfetto.dev
     #[arg(long, value_name = "FILE.json", default_value = "profile.json")]
     out: PathBuf,
@@ -79,10 +78,10 @@ impl ProfileError {
 /// [`ProfileError`].
 pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
     let failed = |what: String| ProfileError::Server { url: args.url.clone(), what };
-    let limit = Duration::from_secs(args.timeout) + FOR_THE_WAY;
+    let limit = args.timeout.0 + FOR_THE_WAY;
     let client = reqwest::Client::builder().no_proxy().timeout(limit).build();
     let client = client.map_err(|error| failed(served::failure(&error)))?;
-    let wanted = serde_json::json!({"steps": args.steps, "timeout_s": args.timeout});
+    let wanted = serde_json::json!({"steps": args.steps, "timeout_s": args.timeout.0.as_secs_f64()});
     let mut request = client.post(format!("{}/profile", args.url.trim_end_matches('/'))).json(&wanted);
     if let Some(path) = &args.api_key_file {
         let read = std::fs::read_to_string(path);
@@ -98,6 +97,13 @@ pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
     std::fs::write(&args.out, &text).map_err(|source| file("--out", &args.out, source))?;
     println!("{} bytes written to {}; open it at https://ui.perfetto.dev", text.len(), args.out.display());
     Ok(())
+}
+
+fn patience(text: &str) -> Result<Span, String> {
+    match Span::positive(text)? {
+        Span(time) if time <= route::MAX_TIMEOUT => Ok(Span(time)),
+        _ => Err("expected at most 10m".into()),
+    }
 }
 
 fn file(option: &'static str, path: &std::path::Path, source: std::io::Error) -> ProfileError {
