@@ -1,4 +1,5 @@
 //! The command line of attention-svc.
+use afd_common::config;
 use afd_common::process::exit;
 use clap::{Parser, Subcommand};
 
@@ -22,22 +23,22 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve a model: OpenAI's HTTP API and gRPC on one port
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Serve(Box<ServeArgs>),
     /// Measure a running server, this one or any that speaks OpenAI's API, or the links of this machine
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Bench(Box<BenchArgs>),
     /// Check a running deployment from outside, and say in sentences what is wrong with it
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Doctor(Box<DoctorArgs>),
     /// Ask a running rank whether it is ready, as a container's health check does
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Probe(Box<ProbeArgs>),
     /// Work out how many attention and FFN ranks, how many stages, or whether to disaggregate at all
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Plan(Box<PlanArgs>),
     /// Record some steps of a running rank and its FFN ranks as one timeline, for Perfetto
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Profile(ProfileArgs),
 }
 

@@ -1,6 +1,5 @@
 //! `attention-svc probe`: whether a rank is ready, as a container's health check asks. `doctor` looks closer.
-use std::time::Duration;
-
+use afd_common::config::units::Millis;
 use afd_common::proto::v1;
 use anyhow::anyhow;
 use clap::Args;
@@ -14,9 +13,9 @@ pub struct ProbeArgs {
     /// Address of the rank, host:port
     #[arg(value_parser = dial::address)]
     address: String,
-    /// How long to wait for its answer, milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 3000, value_parser = clap::value_parser!(u64).range(1..))]
-    timeout_ms: u64,
+    /// How long to wait for its answer (a bare number: milliseconds)
+    #[arg(long, value_name = "MS", default_value = "3000", value_parser = Millis::positive)]
+    timeout_ms: Millis,
     /// How to get there
     #[command(flatten)]
     tls: TlsOptions,
@@ -27,7 +26,7 @@ pub struct ProbeArgs {
 /// # Errors
 /// When it is not, or does not answer in time.
 pub async fn run(args: ProbeArgs) -> anyhow::Result<String> {
-    let (address, patience, tls) = (&args.address, Duration::from_millis(args.timeout_ms), args.tls.load()?);
+    let (address, patience, tls) = (&args.address, args.timeout_ms.0, args.tls.load()?);
     let asked = async {
         // Health is told to everybody.
         let channel = dial::dial(address, tls.as_ref(), &Token::default(), patience).await;

@@ -2,6 +2,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use afd_common::config;
 use afd_common::config::device::DeviceError;
 use afd_common::config::idle;
 use afd_common::config::option::OptionError;
@@ -34,10 +35,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Serve one shard of every layer's FFN
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Serve(Box<ServeOptions>),
     /// Ask a running rank whether it is ready and what it serves, as a container's health check does
-    #[command(after_help = exit::help())]
+    #[command(after_help = config::after_help())]
     Probe(probe::ProbeOptions),
     /// Propose which shard should have which experts, from what running ranks counted
     #[command(after_help = exit::help())]
@@ -141,9 +142,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
         model = %config.model.display(),
         architecture = model.architecture,
         fingerprint = &model.fingerprint[..12.min(model.fingerprint.len())],
-        dtype = spelling::dtype(model.activation_dtype()),
-        gate = spelling::gate(model.gate_placement()),
-        shared_experts = spelling::shared_experts(model.shared_expert_placement()),
+        dtype = &*spelling::dtype(model.activation_dtype),
+        gate = &*spelling::gate(model.gate_placement),
+        shared_experts = &*spelling::shared_experts(model.shared_expert_placement),
         device = %config.device,
         load_format = %config.load_format,
         threads = config.threads,

@@ -5,7 +5,9 @@ mod options;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use afd_common::config::model::Architecture;
+use afd_common::config::model::{Architecture, ModelConfig};
+use afd_common::placement::PlacementFile;
+use afd_tests::fixtures;
 use anyhow::{Context, ensure};
 
 const RENEW: &str = "cargo test -p afd-tests --test docs -- --ignored";
@@ -89,6 +91,56 @@ fn the_limits_of_the_phases_are_those_of_the_options() -> anyhow::Result<()> {
     }
     let phases: Vec<&str> = rows.iter().map(|row| row[0]).collect();
     ensure!(phases == ["join", "open links", "warm-up", "hop"], "{phases:?}");
+    Ok(())
+}
+
+/// Every command of both services takes times alike, and says so alike.
+#[test]
+fn every_option_that_takes_a_time_takes_it_with_a_unit() -> anyhow::Result<()> {
+    let times = options::times();
+    ensure!(times.len() > 18, "only {} options take times", times.len());
+    for (command, arg) in times {
+        let (name, help) = (arg.get_long().unwrap_or_default(), arg.get_help().map(ToString::to_string));
+        let option = format!("{command} --{name}");
+        let alone = clap::Command::new("alone").arg(arg.clone().required(false));
+        for time in ["900ms", "0.9s", "0.9"] {
+            let parsed = alone.clone().try_get_matches_from(["alone", &format!("--{name}"), time]);
+            ensure!(parsed.is_ok(), "{option} {time}: {}", parsed.unwrap_err());
+        }
+        let value = arg.get_value_names().and_then(<[_]>::first).map_or("", |value| value.as_str());
+        let is_said = help.unwrap_or_default().contains(": milliseconds)");
+        let begins = if name.ends_with("-ms") { "MS" } else { "TIME" };
+        ensure!(value.starts_with(begins), "{option} takes {value}, expected {begins}");
+        ensure!(is_said == name.ends_with("-ms"), "{option}: what a bare number is");
+    }
+    Ok(())
+}
+
+/// A placement as the page shows it is one as `ffn-svc place` writes it.
+#[test]
+fn the_placement_that_is_shown_is_written_and_read_like_that() -> anyhow::Result<()> {
+    let text = readme()?;
+    let block = |name: &str, language: &str| -> anyhow::Result<&str> {
+        let text = section(&text, name)?.strip_prefix(&format!("```{language}\n"));
+        text.and_then(|text| text.strip_suffix("```"))
+            .with_context(|| format!("{name}: no block of {language}"))
+    };
+    let folder = tempfile::tempdir()?;
+    let read = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text)?;
+        PlacementFile::read(&path).map_err(anyhow::Error::msg)
+    };
+    let shown = block("placement", "json")?;
+    let mut file = read("placement.json", shown)?;
+    ensure!(file.to_json() == shown, "it would be written so:\n{}", file.to_json());
+    let by_hand = read("placement.toml", block("placement in toml", "toml")?)?;
+    // The layers that the page leaves out.
+    file.experts.clone_from(&by_hand.experts);
+    let config = ModelConfig::load(&fixtures::checkpoint("tiny-mixtral"))?;
+    for file in [file, by_hand] {
+        file.placement(&config, Some(2)).with_context(|| file.to_json())?;
+    }
     Ok(())
 }
 

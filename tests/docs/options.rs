@@ -10,6 +10,29 @@ pub(crate) fn tables() -> [(&'static str, String); 3] {
     [("attention-svc serve", table(&serve)), ("ffn-svc serve", table(&ffn)), ("exit codes", exit_codes())]
 }
 
+/// Every option that takes a time, by its command.
+pub(crate) fn times() -> Vec<(String, Arg)> {
+    let attention = attention_svc::cli::Cli::command();
+    let ffn = Command::new("ffn-svc")
+        .subcommand(ffn_svc::config::ServeOptions::augment_args(Command::new("serve")))
+        .subcommand(ffn_svc::probe::ProbeOptions::augment_args(Command::new("probe")))
+        .subcommand(ffn_svc::place::PlaceOptions::augment_args(Command::new("place")));
+    [attention, ffn].iter().flat_map(times_of).collect()
+}
+
+fn times_of(command: &Command) -> Vec<(String, Arg)> {
+    let is_time = |arg: &&Arg| {
+        let name = arg.get_long().unwrap_or_default();
+        let value = arg.get_value_names().and_then(<[_]>::first).map_or("", |name| name.as_str());
+        let word = value.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap_or_default();
+        name.ends_with("-ms")
+            || name.ends_with("timeout")
+            || ["TIME", "MS", "US", "S", "SECONDS", "MILLISECONDS", "MINUTES"].contains(&word)
+    };
+    let own = command.get_arguments().filter(is_time).map(|arg| (command.get_name().to_owned(), arg.clone()));
+    own.chain(command.get_subcommands().flat_map(times_of)).collect()
+}
+
 fn exit_codes() -> String {
     let row = |exit: Exit| format!("| {} | {} |", exit as u8, exit.meaning());
     let rows: Vec<String> = Exit::ALL.into_iter().map(row).collect();

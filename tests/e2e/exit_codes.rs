@@ -128,18 +128,6 @@ fn the_same_mistake_ends_both_services_alike() -> anyhow::Result<()> {
         mistake("an architecture that is not served", &["--model", &novel], bad, &["NovelForCausalLM"]),
         mistake("a file that is cut off", &["--model", &truncated], bad, &["model.safetensors"]),
         mistake(
-            "no such placement",
-            &["--model", &good, "--placement", "/nowhere.json"],
-            bad,
-            &["--placement", "/nowhere.json"],
-        ),
-        mistake(
-            "a placement that is none",
-            &["--model", &good, "--placement", &placement],
-            bad,
-            &["--placement", "placement.json"],
-        ),
-        mistake(
             "no such token",
             &["--model", &good, "--join-token-file", "/nowhere"],
             bad,
@@ -170,6 +158,14 @@ fn the_same_mistake_ends_both_services_alike() -> anyhow::Result<()> {
     for role in ROLES {
         for mistake in &all {
             check(role, mistake)?;
+        }
+    }
+    // With one shard alone no placement is read.
+    for (role, several) in [("attention-svc", ["--ffn", "127.0.0.1:1"]), ("ffn-svc", ["--shard", "0/2"])] {
+        for (what, file) in [("no such placement", "/nowhere.json"), ("a placement that is none", &placement)]
+        {
+            let args = [&["--model", &good, "--placement", file][..], &several].concat();
+            check(role, &mistake(what, &args, bad, &["--placement", file]))?;
         }
     }
     // Each role reads its own tensors only.

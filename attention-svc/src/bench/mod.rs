@@ -5,8 +5,8 @@
 //! did meanwhile) → `stats` (percentiles) → `layers` (where a decode step goes, from the server's own `exposition`) →
 //! `report` (tables and JSON). `links` is another command: it needs no server.
 use std::path::PathBuf;
-use std::time::Duration;
 
+use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
 use clap::{Args, Subcommand};
 use ffn_svc::probe::dial::TlsOptions;
@@ -94,9 +94,9 @@ struct ServerArgs {
     /// Seed of prompts and of the moments they start [default: another one every time, so that no prompt is cached]
     #[arg(long, value_name = "N", help_heading = "Load")]
     seed: Option<u64>,
-    /// Seconds after which a request has failed
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, help_heading = "Load")]
-    timeout: u64,
+    /// Time after which a request has failed
+    #[arg(long, value_name = "TIME", default_value = "600s", value_parser = Span::positive, help_heading = "Load")]
+    timeout: Span,
 
     /// Also measure where decode steps go: attention and FFN per layer at every concurrency, from the server's own counters.
     /// With --json, points for `plan calibrate`
@@ -194,7 +194,7 @@ impl ServerArgs {
         let key = token("--api-key-file", &self.api_key_file)?;
         let tokens = [key, token("--join-token-file", &self.join_token_file)?];
         let tls = self.tls.load().map_err(|error| BenchError::Option(format!("{error:#}")))?;
-        Target::find(url, self.model.clone(), tokens, tls.as_ref(), Duration::from_secs(self.timeout)).await
+        Target::find(url, self.model.clone(), tokens, tls.as_ref(), self.timeout.0).await
     }
 }
 

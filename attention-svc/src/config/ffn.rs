@@ -23,7 +23,7 @@ pub struct FfnConfig {
     pub link: LinkChoice,
     /// Which side routes, and which has shared experts.
     pub sides: Sides,
-    /// Where experts are, unless in contiguous parts.
+    /// Where experts are, unless in contiguous parts; `None` with the FFN in this process, which has them all.
     pub placement: Option<PathBuf>,
     /// Who chooses them.
     pub routing: Routing,
@@ -60,13 +60,15 @@ impl FfnConfig {
         if target == FfnTarget::Local && link != LinkChoice::Auto {
             return refuse("--link", format!("is {link}, and with --ffn local rows go nowhere"));
         }
+        // One shard has every expert: there is nothing to place.
+        let placement = args.placement.clone().filter(|_| target != FfnTarget::Local);
         Ok(Self {
             target,
             rank: args.rank.unwrap_or(0),
             deployment: deployment(args.deployment.as_deref())?,
             link,
             sides,
-            placement: args.placement.clone(),
+            placement,
             routing: args.routing.unwrap_or_default(),
             join_token: join_token(args.join_token_file.as_deref())?.unwrap_or_default(),
             tls: ffn_tls(args)?,

@@ -130,6 +130,12 @@ fn options_without_effect_are_named_with_what_takes_it_from_them() {
     let of_timeouts =
         ["--join-timeout has no effect with --ffn local", "--link-timeout has no effect with --ffn local"];
     assert_eq!(said_with(local, &timeouts), of_timeouts);
+    let placed =
+        "--placement has no effect with --ffn local: one shard has every expert, and the file is not read";
+    assert_eq!(said_with(local, &["--placement", "/nowhere"]), [placed]);
+    assert!(said_with(pair, &["--placement", "/nowhere"]).is_empty());
+    let of_ffn = |args: &[&str]| parse(&[&["--model", "."], args].concat()).unwrap().ffn;
+    assert_eq!(of_ffn(&["--ffn", "local", "--placement", "/nowhere"]).placement, None);
     let on_gpu = ["--device", "cuda:0", "--ffn", "local", "--hop-timeout", "1s", "--stage-min-decode", "9"];
     let of_gpu = [
         "--hop-timeout has no effect with --ffn local on a GPU (--device)",

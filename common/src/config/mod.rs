@@ -9,3 +9,8 @@ pub mod model;
 pub mod option;
 pub mod threads;
 pub mod units;
+
+/// What stands at the end of a command's `--help` that takes times.
+pub fn after_help() -> String {
+    format!("{}\n\n{}", units::TIMES, crate::process::exit::help())
+}

@@ -15,6 +15,15 @@ pub struct ByteSize(pub u64);
 #[serde(try_from = "TextOrNumber", into = "String")]
 pub struct Span(pub Duration);
 
+/// The same for options whose name ends in `-ms`: a plain number is milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "TextOrNumber", into = "String")]
+pub struct Millis(pub Duration);
+
+/// How all options take times; for the end of `--help`.
+pub const TIMES: &str = "Times are written like 200us, 500ms, 30s, 2m or 1h; a number without a unit is seconds, or \
+                         milliseconds where the option's name ends in -ms.";
+
 /// A text that is no quantity.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is no {what}; {example}")]
@@ -91,24 +100,63 @@ impl fmt::Display for ByteSize {
     }
 }
 
+/// A number and how many of its units are a second, which keeps `200us` what it is.
+fn seconds(text: &str, bare: &str) -> Option<f64> {
+    let (number, unit) = split(text)?;
+    Some(match if unit.is_empty() { bare } else { unit } {
+        "ns" => number / 1e9,
+        "us" | "µs" | "μs" => number / 1e6,
+        "ms" => number / 1e3,
+        "s" => number,
+        "m" | "min" => number * 60.0,
+        "h" => number * 3600.0,
+        _ => return None,
+    })
+}
+
+fn time(text: &str, bare: &str) -> Result<Duration, BadQuantity> {
+    let parsed = seconds(text, bare).and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    // A year is as good as for ever, and fits every clock.
+    parsed.filter(|time| time.as_secs() < 31_536_000).ok_or_else(|| no_time(text))
+}
+
+fn no_time(text: &str) -> BadQuantity {
+    let example = "write it like 500ms, 30s, 2m or 1h";
+    BadQuantity { text: text.into(), what: "length of time below a year", example }
+}
+
+/// Milliseconds as the arithmetic takes them, from a time as [`Millis`] is written: a plain number is itself.
+///
+/// # Errors
+/// [`BadQuantity`].
+pub fn milliseconds(text: &str) -> Result<f64, BadQuantity> {
+    match split(text) {
+        Some((number, "" | "ms")) => Ok(number),
+        _ => seconds(text, "ms").map(|seconds| seconds * 1e3).ok_or_else(|| no_time(text)),
+    }
+}
+
 impl FromStr for Span {
     type Err = BadQuantity;
 
     fn from_str(text: &str) -> Result<Self, BadQuantity> {
-        let parse = || {
-            let (number, unit) = split(text)?;
-            let seconds = match unit {
-                "ms" => 0.001,
-                "" | "s" => 1.0,
-                "m" | "min" => 60.0,
-                "h" => 3600.0,
-                _ => return None,
-            };
-            // A year is as good as for ever, and fits every clock.
-            Duration::try_from_secs_f64(number * seconds).ok().filter(|d| d.as_secs() < 31_536_000).map(Self)
-        };
-        let example = "write it like 500ms, 30s, 2m or 1h";
-        parse().ok_or_else(|| BadQuantity { text: text.into(), what: "length of time below a year", example })
+        time(text, "s").map(Self)
+    }
+}
+
+impl FromStr for Millis {
+    type Err = BadQuantity;
+
+    fn from_str(text: &str) -> Result<Self, BadQuantity> {
+        time(text, "ms").map(Self)
+    }
+}
+
+/// For options of which none at all makes no sense.
+fn more_than_none(text: &str, bare: &str) -> Result<Duration, String> {
+    match time(text, bare) {
+        Ok(Duration::ZERO) => Err("expected more than 0".into()),
+        parsed => parsed.map_err(|error| error.to_string()),
     }
 }
 
@@ -118,19 +166,35 @@ impl Span {
     /// # Errors
     /// What is wrong with it, as the sentence goes on behind the option.
     pub fn positive(text: &str) -> Result<Self, String> {
-        match text.parse::<Self>() {
-            Ok(Self(Duration::ZERO)) => Err("expected more than 0".into()),
-            parsed => parsed.map_err(|error| error.to_string()),
+        more_than_none(text, "s").map(Self)
+    }
+}
+
+impl Millis {
+    /// As [`Span::positive`].
+    ///
+    /// # Errors
+    /// What is wrong with it, as the sentence goes on behind the option.
+    pub fn positive(text: &str) -> Result<Self, String> {
+        more_than_none(text, "ms").map(Self)
+    }
+}
+
+/// In the largest unit of which it is a whole number: shown to people, and read again.
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.as_nanos() {
+            ns if ns % 1_000_000_000 == 0 => write!(f, "{}s", ns / 1_000_000_000),
+            ns if ns % 1_000_000 == 0 => write!(f, "{}ms", ns / 1_000_000),
+            ns if ns % 1000 == 0 => write!(f, "{}us", ns / 1000),
+            ns => write!(f, "{ns}ns"),
         }
     }
 }
 
-impl fmt::Display for Span {
+impl fmt::Display for Millis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.as_millis() {
-            ms if ms % 1000 == 0 => write!(f, "{}s", ms / 1000),
-            ms => write!(f, "{ms}ms"),
-        }
+        Span(self.0).fmt(f)
     }
 }
 
@@ -151,10 +215,12 @@ macro_rules! from_text_or_number {
         }
     )*};
 }
-from_text_or_number!(ByteSize, Span);
+from_text_or_number!(ByteSize, Span, Millis);
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -170,7 +236,30 @@ mod tests {
         assert_eq!(span("1.5"), Some(Duration::from_millis(1500)));
         assert_eq!(span("2m"), Some(Duration::from_secs(120)));
         assert_eq!([span("-1s"), span("1e9h"), span("soon"), span("99999999h")], [None; 4]);
+        assert_eq!([span("200us"), span("200 µs")], [Some(Duration::from_micros(200)); 2]);
         assert!("x".parse::<Span>().unwrap_err().to_string().contains("500ms"));
+    }
+
+    #[test]
+    fn a_number_without_a_unit_is_seconds_or_what_the_name_of_the_option_says() {
+        let millis = |text: &str| text.parse::<Millis>().map(|time| time.0).ok();
+        assert_eq!([millis("300"), millis("300ms"), millis("0.3s")], [Some(Duration::from_millis(300)); 3]);
+        assert_eq!(millis("0.25"), Some(Duration::from_micros(250)));
+        assert_eq!([millis("-1"), millis("soon")], [None; 2]);
+        assert_eq!(["50", "33.3", "0.1s", "-5"].map(milliseconds), [Ok(50.0), Ok(33.3), Ok(100.0), Ok(-5.0)]);
+        assert!(milliseconds("1 fortnight").unwrap_err().to_string().contains("500ms"));
+        assert_eq!(Millis::positive("0").unwrap_err(), "expected more than 0");
+        assert_eq!(Span::positive("1").unwrap().0, 1000 * Millis::positive("1").unwrap().0);
+    }
+
+    proptest! {
+        /// A time is shown as it can be read again, whichever way a bare number is read.
+        #[test]
+        fn times_survive_being_shown(nanos in 0u64..86_400_000_000_000, unit in 0u32..4) {
+            let time = Duration::from_nanos(nanos - nanos % 1000u64.pow(unit));
+            prop_assert_eq!(Span(time).to_string().parse(), Ok(Span(time)));
+            prop_assert_eq!(Millis(time).to_string().parse(), Ok(Millis(time)));
+        }
     }
 
     #[test]
@@ -179,8 +268,10 @@ mod tests {
         struct File {
             memory: ByteSize,
             wait: Span,
+            lease_ms: Millis,
         }
-        let file: File = toml::from_str("memory = \"1GiB\"\nwait = 1.5").unwrap();
+        let file: File = toml::from_str("memory = \"1GiB\"\nwait = 1.5\nlease_ms = 5000").unwrap();
+        assert_eq!(file.lease_ms.0, Duration::from_secs(5));
         assert_eq!((file.memory.to_string(), file.wait.to_string()), ("1GiB".into(), "1500ms".into()));
         assert_eq!(ByteSize(3 << 29).to_string(), "1.5GiB");
     }

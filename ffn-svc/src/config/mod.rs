@@ -14,6 +14,7 @@ use afd_common::config::option::{
     OptionError, addresses, at_least, client_tls, deployment, join_token, model_folder, own_certificate,
     refuse, tensor_threads,
 };
+use afd_common::config::units::Millis;
 use afd_common::identity::Sides;
 use afd_common::ids::Shard;
 use afd_common::net::tls::ClientTls;
@@ -49,7 +50,7 @@ pub struct Config {
     pub deployment: String,
     /// Who routes, and who has shared experts.
     pub sides: Sides,
-    /// Where experts are, unless in contiguous parts.
+    /// Where experts are, unless in contiguous parts; `None` for the only shard, which has them all.
     pub placement: Option<PathBuf>,
     /// Who chooses them.
     pub routing: Routing,
@@ -123,17 +124,18 @@ impl ServeOptions {
         let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let log = LogConfig::default();
         let idle = without_effect(&given);
+        let shard = given.shard.unwrap_or(Shard::WHOLE);
         Ok(Config {
             model,
             access: Access::new(listen, files, gate, "--join-token-file", given.insecure.unwrap_or(false))?,
             listen,
             advertise: given.advertise,
             address_file: given.address_file,
-            shard: given.shard.unwrap_or(Shard::WHOLE),
+            shard,
             rank: given.rank.unwrap_or(0),
             deployment: deployment(given.deployment.as_deref())?,
             sides,
-            placement: given.placement,
+            placement: given.placement.filter(|_| shard != Shard::WHOLE),
             routing: given.routing.unwrap_or_default(),
             dtype: given.dtype.unwrap_or_default(),
             device: given.device.unwrap_or_default(),
@@ -146,7 +148,7 @@ impl ServeOptions {
                 given.max_tokens_per_stage.unwrap_or(8192),
             )?,
             max_stages: max_stages(given.max_stages)?,
-            lease: lease(given.lease_ms.unwrap_or(5000))?,
+            lease: lease(given.lease_ms)?,
             drain: given.drain_timeout.map_or(Duration::from_secs(30), |span| span.0),
             announce,
             join_token,
@@ -154,7 +156,7 @@ impl ServeOptions {
                 format: given.log_format.unwrap_or(log.format),
                 filter: given.log_level.unwrap_or(log.filter),
             },
-            board: board(given.board_ms.unwrap_or(0.0))?,
+            board: board(given.board_ms)?,
             inject_delay: given.inject_delay.map_or(Duration::ZERO, |span| span.0),
             spans: SpanSink::off(),
             idle,
@@ -181,29 +183,61 @@ fn sides(given: &ServeOptions) -> Sides {
 
 /// Options that were given and have no effect beside the others.
 fn without_effect(given: &ServeOptions) -> Vec<Idle> {
+    // By name, so that no new option is forgotten: it goes to a rule, or to those that always have an effect.
+    let ServeOptions {
+        announce,
+        announce_tls_ca,
+        board_ms,
+        device,
+        inject_delay,
+        load_format,
+        placement,
+        seed,
+        shard,
+        address_file: _,
+        advertise: _,
+        config: _,
+        deployment: _,
+        drain_timeout: _,
+        dtype: _,
+        gate: _,
+        insecure: _,
+        join_token_file: _,
+        lease_ms: _,
+        listen: _,
+        log_format: _,
+        log_level: _,
+        max_stages: _,
+        max_tokens_per_stage: _,
+        model: _,
+        rank: _,
+        routing: _,
+        shared_experts: _,
+        threads: _,
+        tls_cert: _,
+        tls_client_ca: _,
+        tls_key: _,
+    } = given;
     idle::idle(&[
         Rule {
-            holds: given.announce.as_ref().is_none_or(Vec::is_empty),
+            holds: announce.as_ref().is_none_or(Vec::is_empty),
             because: "without --announce",
-            options: &[("--announce-tls-ca", given.announce_tls_ca.is_some())],
+            options: &[("--announce-tls-ca", announce_tls_ca.is_some())],
         },
         Rule {
-            holds: given.shard.is_none_or(|shard| shard == Shard::WHOLE),
-            because: "with --shard 0/1: one shard has every expert",
-            options: &[("--placement", given.placement.is_some())],
+            holds: shard.unwrap_or(Shard::WHOLE) == Shard::WHOLE,
+            because: "with --shard 0/1: one shard has every expert, and the file is not read",
+            options: &[("--placement", placement.is_some())],
         },
         Rule {
-            holds: given.load_format.unwrap_or_default() != LoadFormat::Dummy,
+            holds: load_format.unwrap_or_default() != LoadFormat::Dummy,
             because: "without --load-format dummy",
-            options: &[("--seed", given.seed.is_some())],
+            options: &[("--seed", seed.is_some())],
         },
         Rule {
-            holds: given.device.unwrap_or_default() != DeviceChoice::Cpu,
+            holds: device.unwrap_or_default() != DeviceChoice::Cpu,
             because: "on what comes over cuda-ipc and nccl (--device)",
-            options: &[
-                ("--board-ms", given.board_ms.is_some()),
-                ("--inject-delay", given.inject_delay.is_some()),
-            ],
+            options: &[("--board-ms", board_ms.is_some()), ("--inject-delay", inject_delay.is_some())],
         },
     ])
 }
@@ -215,16 +249,17 @@ fn max_stages(given: Option<u32>) -> Result<u32, OptionError> {
     }
 }
 
-fn lease(ms: u64) -> Result<Duration, OptionError> {
-    if (100..=3_600_000).contains(&ms) {
-        return Ok(Duration::from_millis(ms));
+fn lease(given: Option<Millis>) -> Result<Duration, OptionError> {
+    let lease = given.map_or(Duration::from_secs(5), |given| given.0);
+    if (Duration::from_millis(100)..=Duration::from_secs(3600)).contains(&lease) {
+        return Ok(lease);
     }
-    refuse("--lease-ms", format!("is {ms}; expected 100 to 3600000 (an hour)"))
+    refuse("--lease-ms", format!("is {}; expected 100ms to 1h", Millis(lease)))
 }
 
-fn board(ms: f64) -> Result<Duration, OptionError> {
-    if (0.0..=1000.0).contains(&ms) {
-        return Ok(Duration::from_secs_f64(ms / 1e3));
+fn board(given: Option<Millis>) -> Result<Duration, OptionError> {
+    match given.map_or(Duration::ZERO, |given| given.0) {
+        board if board <= Duration::from_secs(1) => Ok(board),
+        other => refuse("--board-ms", format!("is {}; expected 0 to 1s", Millis(other))),
     }
-    refuse("--board-ms", format!("is {ms}; expected 0 to 1000"))
 }

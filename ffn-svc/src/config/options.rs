@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
-use afd_common::config::units::Span;
+use afd_common::config::units::{Millis, Span};
 use afd_common::identity::{GatePlacement, SharedExpertPlacement};
 use afd_common::ids::Shard;
 use afd_common::routing::Routing;
@@ -107,15 +107,15 @@ pub struct ServeOptions {
     /// Most stages in flight per attention rank, 1 to 4 [default: 4]
     #[arg(long, value_name = "N", help_heading = "Capacity")]
     pub max_stages: Option<u32>,
-    /// While this rank is the bottleneck, hops wait at most so long, in milliseconds, for those of other attention ranks, so
-    /// that weights are read once for all; 0: never [default: 0]
+    /// While this rank is the bottleneck, hops wait at most so long (a bare number: milliseconds) for those of other attention
+    /// ranks, so that weights are read once for all; 0: never [default: 0]
     #[arg(long, value_name = "MS", help_heading = "Capacity")]
-    pub board_ms: Option<f64>,
+    pub board_ms: Option<Millis>,
 
-    /// A session with an attention rank in which one side says nothing for so long, in milliseconds, is over; each says
-    /// something three times as often [default: 5000]
+    /// A session with an attention rank in which one side says nothing for so long (a bare number: milliseconds) is over;
+    /// each says something three times as often [default: 5000]
     #[arg(long, value_name = "MS", help_heading = "Timeouts")]
-    pub lease_ms: Option<u64>,
+    pub lease_ms: Option<Millis>,
     /// Time to finish what is queued when the process is told to end (SIGTERM) [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Timeouts")]
     pub drain_timeout: Option<Span>,

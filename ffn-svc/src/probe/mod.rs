@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::config::units::Millis;
 use afd_common::proto::v1;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
 use afd_common::spelling;
@@ -25,9 +26,9 @@ pub struct ProbeOptions {
     /// Address of the rank, host:port
     #[arg(value_parser = dial::address)]
     pub address: String,
-    /// How long to wait for all of its answers, milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 3000, value_parser = clap::value_parser!(u64).range(1..))]
-    pub timeout_ms: u64,
+    /// How long to wait for all of its answers (a bare number: milliseconds)
+    #[arg(long, value_name = "MS", default_value = "3000", value_parser = Millis::positive)]
+    pub timeout_ms: Millis,
     /// How to get there
     #[command(flatten)]
     pub tls: TlsOptions,
@@ -57,7 +58,7 @@ pub enum LinkName {
 /// # Errors
 /// When it is not, or does not answer in time.
 pub async fn probe(options: &ProbeOptions) -> anyhow::Result<String> {
-    let (address, patience) = (&options.address, Duration::from_millis(options.timeout_ms));
+    let (address, patience) = (&options.address, options.timeout_ms.0);
     let tls = options.tls.load()?;
     let token = Token::read("--join-token-file", options.join_token_file.as_deref())?;
     let asked = async {
@@ -110,7 +111,7 @@ fn sentence(options: &ProbeOptions, described: &v1::DescribeResponse, edge: &Edg
         model.architecture,
         model.num_layers,
         model.hidden_size,
-        spelling::dtype(model.activation_dtype()),
+        spelling::dtype(model.activation_dtype),
         shard.index,
         shard.count,
         described.max_rows,
@@ -129,7 +130,7 @@ fn json(options: &ProbeOptions, described: &v1::DescribeResponse, edge: &Edge) -
             "fingerprint": model.fingerprint,
             "layers": model.num_layers,
             "hidden_size": model.hidden_size,
-            "dtype": spelling::dtype(model.activation_dtype()),
+            "dtype": spelling::dtype(model.activation_dtype),
         },
         "shard": {"index": shard.index, "count": shard.count},
         "max_rows": described.max_rows,

@@ -1,6 +1,7 @@
 //! Leases, drains, deaths, and what health and metrics say meanwhile.
 use std::time::Duration;
 
+use afd_common::config::units::Millis;
 use afd_common::frame::FrameHeader;
 use afd_common::ids::LayerIdx;
 use afd_common::net::{Access, Listener};
@@ -58,7 +59,11 @@ async fn http_and_health_answer_on_the_same_port() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn silence_beyond_the_lease_ends_a_session_and_its_links() {
-    let rank = Rank::start(ServeOptions { lease_ms: Some(200), ..options("tiny-llama") }).await;
+    let rank = Rank::start(ServeOptions {
+        lease_ms: Some(Millis(Duration::from_millis(200))),
+        ..options("tiny-llama")
+    })
+    .await;
     let mut silent = Attention::join(&rank, 0).await;
     let mut link = silent.open(v1::LinkKind::Tcp).await;
     let end = link.end().await;
@@ -73,7 +78,11 @@ async fn silence_beyond_the_lease_ends_a_session_and_its_links() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_keep_a_lease_and_tell_how_far_the_rank_is() {
-    let rank = Rank::start(ServeOptions { lease_ms: Some(300), ..options("tiny-llama") }).await;
+    let rank = Rank::start(ServeOptions {
+        lease_ms: Some(Millis(Duration::from_millis(300))),
+        ..options("tiny-llama")
+    })
+    .await;
     let golden = Golden::load("tiny-llama");
     let mut attention = Attention::join(&rank, 0).await;
     let mut link = attention.open(v1::LinkKind::Tcp).await;
