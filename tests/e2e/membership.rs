@@ -53,10 +53,19 @@ async fn an_ffn_rank_that_announces_itself_joins_takes_over_and_leaves() -> anyh
     deployment.ffn[0].kill()?;
     story::goes_on(&mut deployment, async |_, _| Ok(())).await?;
 
-    // Nobody without the token is heard.
+    // Nobody without the token is heard, and the operator hears once of whoever tries on.
     let mut stranger = MembershipServiceClient::connect(format!("http://{attention}")).await?;
-    let refused = stranger.announce(v1::AnnounceRequest::default()).await.err().context("it was heard")?;
-    ensure!(refused.code() == tonic::Code::Unauthenticated, "{refused:?}");
+    for token in ["Bearer open", "Bearer sesam", "sesame"] {
+        let mut request = tonic::Request::new(v1::AnnounceRequest::default());
+        request.metadata_mut().insert("authorization", token.parse()?);
+        let refused = stranger.announce(request).await.err().context("it was heard")?;
+        ensure!(refused.code() == tonic::Code::Unauthenticated, "{refused:?}");
+    }
+    let log = deployment.attention[0].log();
+    let told: Vec<_> = log.lines().filter(|line| line.contains("refused a membership call")).collect();
+    let words =
+        ["WARN", "from=127.0.0.1", "call=\"announce\"", "`authorization` is wrong", "--join-token-file"];
+    ensure!(told.len() == 1 && words.iter().all(|word| told[0].contains(word)), "{told:#?}");
 
     announced.signal("TERM")?;
     ensure!(announced.wait(LIMIT)?.success(), "{}", announced.log());

@@ -131,7 +131,7 @@ fn bound(known: &mut Known, caller: Caller, in_use: impl FnOnce() -> BTreeSet<St
 }
 
 /// Who counts as one caller: whoever has an IPv6 address has 2^64 of them.
-fn network(address: IpAddr) -> IpAddr {
+pub(super) fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
         address => address,

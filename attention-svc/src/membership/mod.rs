@@ -17,10 +17,12 @@ pub mod announced;
 mod lease;
 pub(crate) mod load;
 pub mod peers;
+mod refused;
 
 use crate::api::{FfnPeers, Readiness};
-use announced::{Announced, Caller, FORGOTTEN_AFTER};
+use announced::{Announced, Caller, FORGOTTEN_AFTER, network};
 use peers::Peers;
+use refused::Refused;
 
 /// Paths of this service: where there is a join token it guards them, and the API's tokens do not.
 pub const PATHS: &[&str] = &[
@@ -58,7 +60,7 @@ const MAX_ADDRESS: usize = 253 + 6;
 impl Membership {
     /// As a gRPC service.
     pub fn service(self) -> MembershipServiceServer<impl MembershipService> {
-        MembershipServiceServer::new(self)
+        MembershipServiceServer::new(Guarded { membership: self, refused: Refused::default() })
     }
 
     fn check_token<T>(&self, request: &Request<T>) -> Result<(), Status> {
@@ -82,15 +84,62 @@ fn differs(field: &str, caller: &str, own: &str, options: &str) -> Status {
     Status::failed_precondition(message)
 }
 
+/// The service: what is refused is told to the operator too.
+struct Guarded {
+    membership: Membership,
+    refused: Refused,
+}
+
+impl Guarded {
+    /// A call of somebody at `from`.
+    fn answered<T>(
+        &self,
+        call: &'static str,
+        from: IpAddr,
+        answer: Result<T, Status>,
+    ) -> Result<Response<T>, Status> {
+        if let Err(status) = &answer {
+            let why = status.message();
+            if self.refused.is_news((network(from), call, status.code()), Instant::now()) {
+                tracing::warn!(%from, call, why, "refused a membership call");
+            } else {
+                tracing::debug!(%from, call, why, "refused a membership call");
+            }
+        }
+        answer.map(Response::new)
+    }
+}
+
+/// Always known behind a listener of ours.
+fn caller<T>(request: &Request<T>) -> IpAddr {
+    request.remote_addr().map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |caller| caller.ip())
+}
+
 #[tonic::async_trait]
-impl MembershipService for Membership {
+impl MembershipService for Guarded {
     async fn announce(
         &self,
         request: Request<v1::AnnounceRequest>,
     ) -> Result<Response<v1::AnnounceResponse>, Status> {
+        self.answered("announce", caller(&request), self.membership.announce(request))
+    }
+
+    async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
+        self.answered("leave", caller(&request), self.membership.leave(request))
+    }
+
+    async fn list_peers(
+        &self,
+        request: Request<v1::ListPeersRequest>,
+    ) -> Result<Response<v1::ListPeersResponse>, Status> {
+        self.answered("list peers", caller(&request), self.membership.list_peers(&request))
+    }
+}
+
+impl Membership {
+    fn announce(&self, request: Request<v1::AnnounceRequest>) -> Result<v1::AnnounceResponse, Status> {
         self.check_token(&request)?;
-        // Always known behind a listener of ours.
-        let address = request.remote_addr().map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |caller| caller.ip());
+        let address = caller(&request);
         let caller = match self.join_token {
             Some(_) => Caller::Member,
             None => Caller::Stranger(address),
@@ -101,7 +150,7 @@ impl MembershipService for Membership {
         })?;
         let identity = identity.ok_or_else(|| invalid("identity", "missing"))?;
         if identity.role() != v1::Role::Ffn {
-            let role = spelling::role(identity.role());
+            let role = spelling::role(identity.role);
             return Err(Status::failed_precondition(format!(
                 "`identity.role` is {role}; only ffn ranks announce themselves (--announce)"
             )));
@@ -142,13 +191,13 @@ impl MembershipService for Membership {
             Ok(true) => tracing::info!(address, rank, "an FFN rank announces itself"),
             Ok(false) => {}
         }
-        Ok(Response::new(v1::AnnounceResponse {
+        Ok(v1::AnnounceResponse {
             identity: Some(self.peers.identity().clone()),
             forgotten_after_ms: FORGOTTEN_AFTER.as_millis() as u32,
-        }))
+        })
     }
 
-    async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
+    fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<v1::LeaveResponse, Status> {
         self.check_token(&request)?;
         let v1::LeaveRequest { identity, address } = request.into_inner();
         let known = self.announced.as_ref();
@@ -157,16 +206,13 @@ impl MembershipService for Membership {
         if was_known {
             tracing::info!(address, "an FFN rank leaves");
         }
-        Ok(Response::new(v1::LeaveResponse { was_known }))
+        Ok(v1::LeaveResponse { was_known })
     }
 
-    async fn list_peers(
-        &self,
-        request: Request<v1::ListPeersRequest>,
-    ) -> Result<Response<v1::ListPeersResponse>, Status> {
-        self.check_token(&request)?;
+    fn list_peers(&self, request: &Request<v1::ListPeersRequest>) -> Result<v1::ListPeersResponse, Status> {
+        self.check_token(request)?;
         let announced = self.announced.as_ref();
-        Ok(Response::new(v1::ListPeersResponse {
+        Ok(v1::ListPeersResponse {
             identity: Some(self.peers.identity().clone()),
             fingerprint: self.fingerprint.clone(),
             ready: self.readiness.borrow().is_ready(),
@@ -174,6 +220,6 @@ impl MembershipService for Membership {
             announced: announced.map_or_else(Vec::new, |known| known.peers(Instant::now())),
             ffn_peers: (self.ffn_peers)().in_use,
             attention_peers: self.peers.addresses(),
-        }))
+        })
     }
 }
