@@ -310,3 +310,50 @@ async fn a_replica_that_refuses_keeps_nobody_from_starting() -> anyhow::Result<(
     ensure!(deployment.in_use(0).await? == [1], "the one that refuses is in use");
     Ok(())
 }
+
+/// One rank says no while the other one has yet to start: attention waits for that one, and ends at once when it says no too.
+#[tokio::test]
+async fn a_rank_that_refuses_ends_no_start_while_another_one_is_still_to_come() -> anyhow::Result<()> {
+    let (folder, model) = (tempfile::tempdir()?, fixtures::checkpoint("tiny-deepseek-v2"));
+    let refuses = ["--shared-experts", "attention"];
+    let mut no = ffn(&model, &refuses, folder.path(), "F0")?;
+    let there = no.address(LIMIT)?;
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    for (name, comes, is_well) in [("A0", &["--rank", "1"][..], true), ("A1", &refuses, false)] {
+        let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+        let begun = Instant::now();
+        let mut waiting = attention(&model, &format!("{there},{free}"), &[], folder.path(), name)?;
+        let url = format!("http://{}/ready", waiting.address(LIMIT)?);
+        loop {
+            let answer = client.get(&url).send().await?;
+            let (status, said) = (answer.status(), answer.text().await?);
+            let words = [
+                format!("{there} refuses"),
+                "shared_expert_placement".into(),
+                format!("{free} is not there"),
+            ];
+            if status == 503 && words.iter().all(|word| said.contains(word)) {
+                break;
+            }
+            ensure!(begun.elapsed() < LIMIT, "{words:?} is not said, but {status}: {said}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let name = format!("F-{name}");
+        let _late = ffn(&model, &[&["--listen", &free][..], comes].concat(), folder.path(), &name)?;
+        if is_well {
+            while client.get(&url).send().await?.status() != 200 {
+                ensure!(begun.elapsed() < LIMIT, "it is not ready with the other one:\n{}", waiting.log());
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        } else {
+            // Long before --join-timeout.
+            let (code, log) = tokio::task::spawn_blocking(|| refused(waiting)).await??;
+            let last = log.lines().last().unwrap_or_default();
+            ensure!(
+                code == 1 && last.contains("refused") && last.contains("--shared-experts"),
+                "{code}:\n{log}"
+            );
+        }
+    }
+    Ok(())
+}
