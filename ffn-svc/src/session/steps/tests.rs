@@ -1,9 +1,10 @@
 //! Plans on a session that is over, at the very moment that no client can hit on purpose: heard before its stream has
-//! noticed the end.
+//! noticed the end. And when the stream speaks, in virtual time.
 use std::time::Duration;
 
 use afd_common::ids::LayerIdx;
 use afd_common::telemetry::{Metrics, SpanSink};
+use proptest::prelude::*;
 use tch::Tensor;
 use tonic_types::StatusExt;
 
@@ -110,4 +111,68 @@ async fn a_plan_on_a_fenced_session_is_refused_by_type_and_harms_nobody_else() {
     stream(&sessions, &new).handle(plan(2)).unwrap();
     assert!(neighbour.end().is_none() && new.end().is_none());
     assert_eq!(sessions.len(), 2);
+}
+
+const LEASE: Duration = Duration::from_secs(3);
+
+/// Beats whenever one is due until `until`, each telling of as many turns as `turns` says for its moment: the pauses between.
+fn beats(pulse: &mut Pulse, until: Instant, turns: impl Fn(Instant) -> u64) -> Vec<Duration> {
+    let mut pauses = Vec::new();
+    while pulse.due < until {
+        let now = pulse.due;
+        pulse.handle_beat(turns(now), now);
+        pauses.push(pulse.due - now);
+    }
+    pauses
+}
+
+#[test]
+fn a_stream_speaks_at_once_often_while_turns_go_by_and_for_a_lease_after_the_last() {
+    let begun = Instant::now();
+    let mut pulse = Pulse::new(LEASE, begun);
+    assert_eq!(pulse.due, begun, "the first word is due");
+    let last_turn = begun + Duration::from_secs(2);
+    let turns = |now: Instant| now.min(last_turn).duration_since(begun).as_millis() as u64;
+    let busy = beats(&mut pulse, last_turn + LEASE, turns);
+    assert!(busy.iter().all(|pause| *pause == QUICK_BEAT) && !pulse.rests, "{busy:?}");
+    let resting = beats(&mut pulse, last_turn + 4 * LEASE, turns);
+    assert!(pulse.rests && resting.len() == 9, "{resting:?}");
+    assert!(resting.iter().all(|pause| *pause == LEASE / WORDS_PER_LEASE), "{resting:?}");
+    // The next turn wakes it, as `Stream::beat` does.
+    let woken = pulse.due - LEASE / 6;
+    pulse.handle_beat(turns(woken) + 1, woken);
+    assert!(!pulse.rests && pulse.due == woken + QUICK_BEAT);
+}
+
+#[test]
+fn nobody_who_was_never_asked_for_anything_speaks_often_for_longer_than_a_lease() {
+    let begun = Instant::now();
+    let mut pulse = Pulse::new(LEASE, begun);
+    let pauses = beats(&mut pulse, begun + 3 * LEASE, |_| 0);
+    let often = pauses.iter().filter(|pause| **pause == QUICK_BEAT).count();
+    assert_eq!(often, LEASE.div_duration_f64(QUICK_BEAT) as usize, "{pauses:?}");
+    assert_eq!(pauses.len() - often, 2 * WORDS_PER_LEASE as usize, "{pauses:?}");
+}
+
+proptest! {
+    /// Whatever goes by and however late it is run: it is never silent for more than a third of its lease, never quicker than
+    /// it has to be, and rests exactly when nothing has moved for a lease.
+    #[test]
+    fn a_stream_is_never_silent_for_longer_than_its_lease_allows(
+        lease_ms in 100u64..10_000,
+        beats in prop::collection::vec((any::<bool>(), 0u64..5_000), 1..100),
+    ) {
+        let (lease, mut now) = (Duration::from_millis(lease_ms), Instant::now());
+        let (mut pulse, mut turns, mut moved) = (Pulse::new(lease, now), 0, now);
+        for (moves, late_ms) in beats {
+            now = pulse.due + Duration::from_millis(late_ms);
+            if moves {
+                (turns, moved) = (turns + 1, now);
+            }
+            pulse.handle_beat(turns, now);
+            let pause = pulse.due - now;
+            prop_assert_eq!(pulse.rests, now - moved >= lease);
+            prop_assert_eq!(pause, if pulse.rests { lease / 3 } else { (lease / 3).min(QUICK_BEAT) });
+        }
+    }
 }
