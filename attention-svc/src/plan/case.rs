@@ -1,10 +1,12 @@
 //! What is planned: a model, a device, and what is asked of them.
+use afd_common::identity::SharedExpertPlacement;
 use serde::{Deserialize, Serialize};
 
 use super::formulas::attention;
 use super::formulas::ffn;
+use super::layout::Layout;
 use super::profile::{FixedTimes, Profile};
-use super::shape::{ElementType, ModelShape};
+use super::shape::{ElementType, ModelShape, MoeShape};
 
 /// Everything a layout's outcome depends on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,12 +67,33 @@ pub struct Workload {
     pub imbalance: f64,
     /// Tokens a step gives a sequence: 1, or more with multi-token prediction (1.7 to 1.9 are reported).
     pub tokens_per_step: f64,
+    /// Which side has shared experts where attention and FFN are apart.
+    #[serde(default)]
+    pub shared_experts: SharedExpertPlacement,
+}
+
+impl Case {
+    /// Whether attention has the model's shared experts, and no FFN rank does.
+    pub fn shared_on_attention(&self, layout: Layout) -> bool {
+        matches!(layout, Layout::Afd { .. })
+            && self.workload.shared_experts == SharedExpertPlacement::Attention
+    }
+
+    /// The model's mixtures as FFN ranks have them.
+    pub fn moe_on_ffn(&self, layout: Layout) -> Option<MoeShape> {
+        let mut moe = self.shape.moe?;
+        if self.shared_on_attention(layout) {
+            moe.shared_intermediate = 0;
+        }
+        Some(moe)
+    }
 }
 
 impl Workload {
     /// Balanced experts, one token a step, routed dispatch.
     pub fn decoding(context: u64) -> Self {
-        Self { context, exchange: Exchange::Routed, imbalance: 1.0, tokens_per_step: 1.0 }
+        let shared_experts = SharedExpertPlacement::Ffn;
+        Self { context, exchange: Exchange::Routed, imbalance: 1.0, tokens_per_step: 1.0, shared_experts }
     }
 }
 
@@ -115,6 +138,10 @@ pub struct Terms {
     pub dense_weights: f64,
     /// Dense MLP, operations per row.
     pub dense_flop: f64,
+    /// Shared experts of a mixture layer, B.
+    pub shared_weights: f64,
+    /// Shared experts, operations per row.
+    pub shared_flop: f64,
     /// `P_A`, operations/s.
     pub attention_rate: f64,
     /// `P_F`, operations/s.
@@ -143,6 +170,8 @@ impl Terms {
         let layers = shape.num_layers();
         let head_elements = f64::from(shape.vocab) * hidden;
         let dense_elements = ffn::gated_weights(shape.hidden, f64::from(shape.dense_intermediate));
+        let shared_width = shape.moe.map_or(0.0, |moe| f64::from(moe.shared_intermediate));
+        let shared_elements = ffn::gated_weights(shape.hidden, shared_width);
         let kv_bytes = precision.kv.bytes();
         let tables = if shape.tied_head { 1.0 } else { 2.0 };
         Self {
@@ -160,6 +189,8 @@ impl Terms {
             head_flop: 2.0 * head_elements,
             dense_weights: dense_elements * precision.ffn.bytes(),
             dense_flop: 2.0 * dense_elements,
+            shared_weights: shared_elements * precision.ffn.bytes(),
+            shared_flop: 2.0 * shared_elements,
             attention_rate: profile.compute.rate(precision.attention),
             ffn_rate: profile.compute.rate(precision.ffn),
             head_rate: profile.compute.rate(precision.head),

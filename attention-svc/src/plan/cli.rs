@@ -3,6 +3,8 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use afd_common::config::option::OptionError;
+use afd_common::config::units::milliseconds;
+use afd_common::identity::SharedExpertPlacement;
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 
@@ -100,8 +102,12 @@ struct Subject {
 struct Question {
     #[command(flatten)]
     subject: Subject,
-    /// Longest time per output token, ms
-    #[arg(long, value_name = "MS", required = true)]
+    /// Which side computes the shared experts of a mixture where the two are apart: ffn, or attention, while the FFN computes
+    /// the routed ones
+    #[arg(long, value_name = "SIDE", default_value = "ffn")]
+    shared_experts: SharedExpertPlacement,
+    /// Longest time per output token (a bare number: milliseconds)
+    #[arg(long, value_name = "MS", required = true, value_parser = milliseconds)]
     tpot_ms: Option<f64>,
     /// Devices there are
     #[arg(long, value_name = "N", default_value_t = 64)]
@@ -118,13 +124,13 @@ struct Question {
     /// Also answer for these contexts
     #[arg(long, value_name = "TOKENS,…", value_delimiter = ',', value_parser = parse_tokens)]
     sweep_context: Vec<u64>,
-    /// Also answer for these targets, ms
-    #[arg(long, value_name = "MS,…", value_delimiter = ',')]
+    /// Also answer for these targets (bare numbers: milliseconds)
+    #[arg(long, value_name = "MS,…", value_delimiter = ',', value_parser = milliseconds)]
     sweep_tpot_ms: Vec<f64>,
     /// Also answer for these numbers of devices
     #[arg(long, value_name = "N,…", value_delimiter = ',')]
     sweep_gpus: Vec<u32>,
-    /// Also say what better links, memory or compute would change
+    /// Also say what better links, memory or compute would change, and shared experts on the other side
     #[arg(long)]
     sensitivity: bool,
 }
@@ -173,6 +179,7 @@ impl Subject {
             exchange: self.exchange,
             imbalance: self.imbalance,
             tokens_per_step: self.tokens_per_step,
+            ..Workload::decoding(0)
         };
         Ok(Case {
             shape,
@@ -185,8 +192,24 @@ impl Subject {
 
 impl Question {
     fn into_request(self) -> anyhow::Result<Request> {
+        let mut case = self.subject.into_case()?;
+        case.workload.shared_experts = self.shared_experts;
+        if self.shared_experts == SharedExpertPlacement::Attention {
+            let name = &case.shape.name;
+            anyhow::ensure!(
+                case.shape.has_shared_experts(),
+                "--shared-experts is attention, and {name} has no shared experts"
+            );
+            let calibration = &case.profile.calibration;
+            anyhow::ensure!(
+                calibration.ffn.is_none() && calibration.attention.is_none(),
+                "--shared-experts is attention, and {} has measured times of attention or the FFN, of which shared experts \
+                 cannot be told apart",
+                case.profile.name
+            );
+        }
         Ok(Request {
-            case: self.subject.into_case()?,
+            case,
             limits: Limits {
                 max_devices: self.gpus,
                 tpot_ms: self.tpot_ms.context("--tpot-ms is needed")?,
@@ -305,6 +328,25 @@ mod tests {
         let args =
             parse("plan --model kimi-k2 --hardware h200 --context 4k --tpot-ms 50 --imbalance 0.5").unwrap();
         assert!(args.question.into_request().unwrap_err().to_string().contains("--imbalance"));
+    }
+
+    #[test]
+    fn shared_experts_are_asked_for_where_there_are_some() {
+        let request = |model: &str, more: &str| {
+            let line = format!("plan --model {model} --hardware h200 --context 4k --tpot-ms 50 {more}");
+            parse(&line).unwrap().question.into_request()
+        };
+        let apart = request("deepseek-v3", "--shared-experts attention --sensitivity").unwrap();
+        assert_eq!(apart.case.workload.shared_experts, SharedExpertPlacement::Attention);
+        let text = report::table(&Plan::make(apart).unwrap());
+        assert!(
+            text.contains("shared experts take attention") && text.contains("shared experts on the FFN"),
+            "{text}"
+        );
+        let without = request("mixtral-8x7b", "--shared-experts attention").unwrap_err().to_string();
+        assert_eq!(without, "--shared-experts is attention, and mixtral-8x7b has no shared experts");
+        assert!(request("mixtral-8x7b", "").is_ok());
+        assert!(parse("plan --model a --hardware b --context 4k --tpot-ms 1 --shared-experts both").is_err());
     }
 
     #[test]

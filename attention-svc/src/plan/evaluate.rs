@@ -62,13 +62,15 @@ impl<'a> Evaluator<'a> {
         let (stages, rows) = (f64::from(layout.stages()), batch / f64::from(layout.stages()));
         let fixed_s = self.fixed_s(batch);
         let (mut parts, mut step_s) = (Parts { fixed_ms: fixed_s * 1e3, ..Parts::default() }, fixed_s);
-        let (mut layer_s, mut fill_s, mut bound) = (0.0, 0.0f64, None);
+        let (mut layer_s, mut shared_ms, mut fill_s, mut bound) = (0.0, 0.0, 0.0f64, None);
         for (kind, layers) in self.layer_kinds() {
             let times = self.stages.times(layout, kind, rows);
             let cycle_s = cycle(layout, &times, stages);
             parts.attention_ms += layers * times.attention * 1e3;
             parts.ffn_ms += layers * times.ffn * 1e3;
             parts.communication_ms += layers * (times.dispatch + times.combine) * 1e3;
+            parts.shared_ms += layers * (times.shared - times.away()).max(0.0) * 1e3;
+            shared_ms += layers * times.shared * 1e3;
             parts.bubble_ms += layers * (cycle_s - times.round_trip()).max(0.0) * 1e3;
             layer_s += layers * cycle_s;
             let alone_s = pipeline::step_alone(&times, longest_service(layout, &times), stages, layers);
@@ -77,10 +79,10 @@ impl<'a> Evaluator<'a> {
         }
         step_s += layer_s;
         let busy = |ms: f64| (1.0 - stages * ms / 1e3 / layer_s).max(0.0);
-        let shared = parts.attention_ms + parts.ffn_ms;
+        let both = parts.attention_ms + parts.ffn_ms;
         let (idle_attention, idle_ffn) = match layout {
-            Layout::Afd { .. } => (busy(parts.attention_ms), busy(parts.ffn_ms)),
-            Layout::Colocated { .. } => (busy(shared), busy(shared)),
+            Layout::Afd { .. } => (busy(parts.attention_ms + shared_ms), busy(parts.ffn_ms)),
+            Layout::Colocated { .. } => (busy(both), busy(both)),
         };
         let sequences = batch * f64::from(layout.attention_ranks());
         let tpot_s = step_s / self.case.workload.tokens_per_step;
@@ -104,14 +106,14 @@ impl<'a> Evaluator<'a> {
         let cycle_s = cycle(layout, times, stages);
         let pool = rows * f64::from(layout.attention_ranks());
         let busy_all_the_time = |service_s: f64| stages * service_s >= cycle_s * (1.0 - 1e-9);
-        let longer_is_attention = times.attention >= times.ffn;
+        let longer_is_attention = times.on_attention() >= times.ffn;
         let role = if longer_is_attention {
             Bound::Attention(self.stages.attention(rows).1)
         } else {
             Bound::Ffn(self.stages.ffn(layout, kind, pool).1)
         };
         let role_s = match layout {
-            Layout::Afd { .. } => times.attention.max(times.ffn),
+            Layout::Afd { .. } => times.on_attention().max(times.ffn),
             Layout::Colocated { .. } => times.attention + times.ffn,
         };
         // With one stage the round trip is the cycle; the longest part of it is the more useful answer.
@@ -146,6 +148,7 @@ impl<'a> Evaluator<'a> {
         let terms = self.stages.terms();
         let layers = terms.moe_layers + terms.dense_layers;
         let gate = terms.gate_weights - self.stages.gate_on_ffn();
+        let shared = if self.case.shared_on_attention(layout) { terms.shared_weights } else { 0.0 };
         let landing = memory::attention_landing(
             batch,
             1.0,
@@ -154,7 +157,9 @@ impl<'a> Evaluator<'a> {
             self.stages.answers_per_row(layout),
         );
         RankMemory {
-            weights: terms.attention_weights * layers + gate * terms.moe_layers + terms.embedding_and_head,
+            weights: terms.attention_weights * layers
+                + (gate + shared) * terms.moe_layers
+                + terms.embedding_and_head,
             kv_cache: memory::kv_cache(batch, terms.kv_held, layers),
             buffers: landing + memory::logits(batch, f64::from(self.case.shape.vocab)),
         }
@@ -168,10 +173,10 @@ impl<'a> Evaluator<'a> {
     }
 
     /// FFN weights of a rank, B. Experts are dealt so that ranks differ by one at most and rank 0 is among the fullest;
-    /// shared experts are whole on every rank; dense layers are sliced under AFD and whole with colocation.
+    /// shared experts are whole on every rank, unless attention has them; dense layers are sliced under AFD and whole with colocation.
     pub fn ffn_weights(&self, layout: Layout, rank: u32) -> f64 {
         let (terms, shape) = (self.stages.terms(), &self.case.shape);
-        let mixtures = shape.moe.map_or(0.0, |moe| {
+        let mixtures = self.case.moe_on_ffn(layout).map_or(0.0, |moe| {
             let experts = experts_of_rank(moe.num_experts, layout.ffn_ranks(), rank);
             let held = ffn::moe_weights_held(&moe, shape.hidden, f64::from(experts));
             terms.moe_layers * (held * self.case.precision.ffn.bytes() + self.stages.gate_on_ffn())
@@ -195,7 +200,7 @@ fn cycle(layout: Layout, times: &StageTimes, stages: f64) -> f64 {
 
 fn longest_service(layout: Layout, times: &StageTimes) -> f64 {
     match layout {
-        Layout::Afd { .. } => times.attention.max(times.ffn).max(times.link),
+        Layout::Afd { .. } => times.on_attention().max(times.ffn).max(times.link),
         Layout::Colocated { .. } => (times.attention + times.ffn).max(times.link),
     }
 }

@@ -44,6 +44,9 @@ pub struct Parts {
     pub ffn_ms: f64,
     /// Both directions of all layers.
     pub communication_ms: f64,
+    /// Shared experts on attention, as far as they take longer than the FFN and the way there and back.
+    #[serde(default)]
+    pub shared_ms: f64,
     /// A stage waits for another to leave a role or a link.
     pub bubble_ms: f64,
     /// Head, sampling, scheduling: once a step.

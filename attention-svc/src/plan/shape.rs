@@ -153,6 +153,11 @@ impl From<CheckpointDtype> for ElementType {
 }
 
 impl ModelShape {
+    /// Whether every row goes through some experts, whatever the router chooses.
+    pub fn has_shared_experts(&self) -> bool {
+        self.moe.is_some_and(|moe| moe.shared_intermediate > 0)
+    }
+
     /// `L`, decoder layers.
     pub fn num_layers(&self) -> u32 {
         self.num_moe_layers + self.num_dense_layers

@@ -48,6 +48,7 @@ impl<'a> Stages<'a> {
         let transfer = self.exchange(layout, kind, rows, pool);
         StageTimes {
             attention: self.attention(rows).0,
+            shared: self.shared(layout, kind, rows),
             ffn: self.ffn(layout, kind, pool).0,
             dispatch: transfer.latency + transfer.dispatch,
             combine: transfer.latency + transfer.combine + transfer.adding_up,
@@ -76,6 +77,16 @@ impl<'a> Stages<'a> {
         ((terms.attention_fixed + roofline) * at_most, resource)
     }
 
+    /// `T_S = max(x · n_s · d · 6 · h / P_F, n_s · 3 · h · d · b_w / BW)`, s: the shared experts of a stage, where attention has
+    /// them. Their launches are in `t0_A`.
+    pub fn shared(&self, layout: Layout, kind: LayerKind, rows: f64) -> f64 {
+        if kind != LayerKind::Moe || !self.case.shared_on_attention(layout) {
+            return 0.0;
+        }
+        let terms = &self.terms;
+        roofline_s(rows * terms.shared_flop, terms.ffn_rate, terms.shared_weights, terms.memory_bandwidth)
+    }
+
     /// `T_F = t0_F + max(X · … / P_F, (…) / BW) · λ` of the fullest rank, s.
     pub fn ffn(&self, layout: Layout, kind: LayerKind, pool: f64) -> (f64, Resource) {
         let (terms, shape) = (&self.terms, &self.case.shape);
@@ -85,7 +96,7 @@ impl<'a> Stages<'a> {
         if let (Some(line), true) = (&self.case.profile.calibration.ffn, measured) {
             return (line.at(share, pool) * self.case.workload.imbalance, Resource::Measured);
         }
-        let (flop, bytes, imbalance) = match (kind, &shape.moe) {
+        let (flop, bytes, imbalance) = match (kind, &self.case.moe_on_ffn(layout)) {
             (LayerKind::Moe, Some(moe)) => {
                 let ranks = layout.ffn_ranks();
                 let experts = ffn::experts_on_fullest_rank(moe.num_experts, ranks);

@@ -1,4 +1,5 @@
 //! The same question with one thing changed at a time: context, target, devices, or a figure of the hardware.
+use afd_common::identity::SharedExpertPlacement;
 use serde::{Deserialize, Serialize};
 
 use super::case::Case;
@@ -115,14 +116,30 @@ pub fn devices(case: &Case, limits: &Limits, counts: &[u32]) -> Vec<Point> {
     counts.iter().map(at).collect()
 }
 
-/// What if one figure of the hardware were better.
+/// What if one figure of the hardware were better, or shared experts were elsewhere.
 pub fn sensitivity(case: &Case, limits: &Limits) -> Vec<Point> {
     let at = |what: WhatIf| {
         let (factor, name) = what.better();
         let case = Case { profile: what.apply(&case.profile, factor), ..case.clone() };
         point(name.into(), &case, limits)
     };
-    WhatIf::ALL.into_iter().map(at).collect()
+    WhatIf::ALL.into_iter().map(at).chain(other_side(case, limits)).collect()
+}
+
+/// What if shared experts were on the other side; nothing where there are none, or where they are part of a measured time.
+fn other_side(case: &Case, limits: &Limits) -> Option<Point> {
+    use SharedExpertPlacement::{Attention, Ffn};
+    let calibration = &case.profile.calibration;
+    if !case.shape.has_shared_experts() || calibration.ffn.is_some() || calibration.attention.is_some() {
+        return None;
+    }
+    let mut other = case.clone();
+    let (side, name) = match case.workload.shared_experts {
+        Ffn => (Attention, "shared experts on attention"),
+        Attention => (Ffn, "shared experts on the FFN"),
+    };
+    other.workload.shared_experts = side;
+    Some(point(name.into(), &other, limits))
 }
 
 /// Best AFD throughput by ratio `n_A / n_F`, for the picture: pairs of ratio and tokens/s/device, ratios ascending.

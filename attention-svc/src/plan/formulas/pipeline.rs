@@ -3,11 +3,13 @@
 //! A layer's *cycle* is the time from one layer to the next in steady state; a step takes `L` of them. Times are of one
 //! stage of one layer, s.
 
-/// The four times of one stage of one layer.
+/// The times of one stage of one layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StageTimes {
     /// `T_A`, s.
     pub attention: f64,
+    /// `T_S`, what attention computes of the FFN while it would wait for the answer, s: its shared experts, or nothing.
+    pub shared: f64,
     /// `T_F`, s.
     pub ffn: f64,
     /// `T_C` towards the FFN, s: latency and occupancy.
@@ -19,17 +21,27 @@ pub struct StageTimes {
 }
 
 impl StageTimes {
-    /// `T_A + T_F + 2 T_C`, a stage's way through a layer when nothing is in its way, s.
+    /// `T_A + max(T_F + 2 T_C, T_S)`, a stage's way through a layer when nothing is in its way, s.
     pub fn round_trip(&self) -> f64 {
-        self.attention + self.ffn + self.dispatch + self.combine
+        self.attention + self.away().max(self.shared)
+    }
+
+    /// `T_F + 2 T_C`, from a stage's rows leaving attention until its answer is there, s.
+    pub fn away(&self) -> f64 {
+        self.ffn + self.dispatch + self.combine
+    }
+
+    /// `T_A + T_S`, what attention does for a stage, s.
+    pub fn on_attention(&self) -> f64 {
+        self.attention + self.shared
     }
 }
 
-/// `max(m · T_A, m · T_F, m · T_link, T_A + T_F + 2 T_C)`, s: each role and each link serves the `m` stages one after the
+/// `max(m · (T_A + T_S), m · T_F, m · T_link, T_A + max(T_F + 2 T_C, T_S))`, s: each role and each link serves the `m` stages one after the
 /// other, and no stage is faster than its round trip. With `m = 1` it is the round trip. Sources: MegaScale-Infer section
 /// 4 for the roles; the link's term is what its bandwidth adds.
 pub fn afd_cycle(times: &StageTimes, stages: f64) -> f64 {
-    (stages * times.attention.max(times.ffn).max(times.link)).max(times.round_trip())
+    (stages * times.on_attention().max(times.ffn).max(times.link)).max(times.round_trip())
 }
 
 /// The same where attention and experts share a device, s: `max(m · (T_A + T_F), m · T_link, T_A + T_F + 2 T_C)`; `m = 2`
@@ -70,7 +82,16 @@ mod tests {
     use super::*;
 
     fn balanced(exchange: f64) -> StageTimes {
-        StageTimes { attention: 1.0, ffn: 1.0, dispatch: exchange, combine: exchange, link: 0.0 }
+        StageTimes { attention: 1.0, shared: 0.0, ffn: 1.0, dispatch: exchange, combine: exchange, link: 0.0 }
+    }
+
+    #[test]
+    fn what_attention_does_while_it_waits_is_free_until_it_would_not_wait() {
+        let with = |shared: f64, stages: f64| afd_cycle(&StageTimes { shared, ..balanced(0.25) }, stages);
+        // Alone, a stage is away for 1.5.
+        assert_eq!([with(0.0, 1.0), with(1.5, 1.0), with(2.0, 1.0)], [2.5, 2.5, 3.0]);
+        // Beside another one attention waits for half of that.
+        assert_eq!([with(0.25, 2.0), with(0.5, 2.0)], [2.5, 3.0]);
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub struct Request {
     pub targets_ms: Vec<f64>,
     /// Numbers of devices to sweep over.
     pub device_counts: Vec<u32>,
-    /// Whether to ask what better hardware would change.
+    /// Whether to ask what better hardware would change, and shared experts on the other side.
     pub sensitivity: bool,
 }
 

@@ -3,9 +3,10 @@ use std::fmt::Write as _;
 
 use super::json::Plan;
 use crate::plan::case::Case;
+use crate::plan::evaluate::Evaluator;
 use crate::plan::outcome::{Bound, Outcome, RankMemory};
 use crate::plan::search::Misfit;
-use crate::plan::stage::Resource;
+use crate::plan::stage::{LayerKind, Resource};
 use crate::plan::sweep::Point;
 use crate::plan::units::{self, Dimension, Tokens};
 use crate::plan::verdict;
@@ -32,6 +33,9 @@ pub fn table(plan: &Plan) -> String {
         text.push('\n');
     }
     text += "Step and its parts in ms; a stage's way through the step: attention + FFN + communication + waiting + fixed.\n";
+    if let Some(line) = plan.afd.first().and_then(|best| shared_line(case, best)) {
+        let _ = writeln!(text, "{line}");
+    }
     text += "Batch limit: what one more sequence per rank would break.\n\n";
     text += &memory_table(plan);
     for misfit in &plan.misfits {
@@ -42,6 +46,26 @@ pub fn table(plan: &Plan) -> String {
         text += &sweep_table(&plan.sweeps);
     }
     text
+}
+
+/// What shared experts cost attention, where it has them.
+fn shared_line(case: &Case, best: &Outcome) -> Option<String> {
+    if !case.shared_on_attention(best.layout) {
+        return None;
+    }
+    let (evaluator, stages) = (Evaluator::new(case), f64::from(best.layout.stages()));
+    let (layers, _) = evaluator.layer_seconds(best.layout, best.batch_per_rank, LayerKind::Moe);
+    let each_s =
+        evaluator.stages().shared(best.layout, LayerKind::Moe, best.batch_per_rank / stages) * layers;
+    let held = layers * evaluator.stages().terms().shared_weights;
+    Some(format!(
+        "Of {}, shared experts take attention {:.2} ms a stage while the FFN computes, {:.2} of them longer than that takes, and \
+         {} on each of its ranks.",
+        best.layout,
+        1e3 * each_s,
+        best.parts.shared_ms,
+        units::human(held, Dimension::Bytes),
+    ))
 }
 
 const LAYOUT_HEADER: [&str; 13] = [

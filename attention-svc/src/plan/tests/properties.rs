@@ -1,4 +1,5 @@
 //! What holds whatever the numbers.
+use afd_common::identity::SharedExpertPlacement;
 use proptest::prelude::*;
 
 use crate::plan::case::{Case, Exchange, Precision, Workload};
@@ -36,11 +37,15 @@ fn any_case() -> impl Strategy<Value = Case> {
         512u64..200_000,
         proptest::sample::select(exchanges.to_vec()),
         1.0f64..2.0,
+        any::<bool>(),
     )
-        .prop_map(|(model, profile, context, exchange, imbalance)| {
+        .prop_map(|(model, profile, context, exchange, imbalance, on_attention)| {
             let mut case = case(model, profile, context);
             case.workload.exchange = exchange;
             case.workload.imbalance = imbalance;
+            if on_attention && case.shape.has_shared_experts() {
+                case.workload.shared_experts = SharedExpertPlacement::Attention;
+            }
             case
         })
 }
@@ -76,7 +81,13 @@ proptest! {
         let evaluator = Evaluator::new(&case);
         let outcome = evaluator.outcome(layout, batch);
         let parts = outcome.parts;
-        let sum = parts.attention_ms + parts.ffn_ms + parts.communication_ms + parts.bubble_ms + parts.fixed_ms;
+        // What attention computes while it waits takes no time of its own, but for what is beyond the wait.
+        let sum = parts.attention_ms
+            + parts.ffn_ms
+            + parts.communication_ms
+            + parts.shared_ms
+            + parts.bubble_ms
+            + parts.fixed_ms;
         prop_assert!((sum / outcome.step_ms - 1.0).abs() < 1e-9, "{sum} {}", outcome.step_ms);
         prop_assert!((evaluator.step_s(layout, batch) * 1e3 / outcome.step_ms - 1.0).abs() < 1e-12);
         prop_assert!((0.0..=1.0).contains(&outcome.idle_attention) && (0.0..=1.0).contains(&outcome.idle_ffn));
@@ -101,6 +112,26 @@ proptest! {
         prop_assert_eq!(dealt[0], *dealt.iter().max().unwrap());
         prop_assert!(dealt[0] - dealt.iter().min().unwrap() <= 1);
     }
+}
+
+/// The FFN does less and holds less, attention more, and nothing changes where they share their ranks.
+#[test]
+fn shared_experts_move_from_one_side_to_the_other() {
+    let on_ffn = case("deepseek-v3", "h200", 4096);
+    let mut moved = on_ffn.clone();
+    moved.workload.shared_experts = SharedExpertPlacement::Attention;
+    let (before, after) = (Evaluator::new(&on_ffn), Evaluator::new(&moved));
+    let together = Layout::Colocated { ranks: 8, stages: 2 };
+    assert_eq!(before.outcome(together, 64.0), after.outcome(together, 64.0));
+    let apart = Layout::Afd { attention: 12, ffn: 4, stages: 3 };
+    let (was, is) = (before.outcome(apart, 96.0), after.outcome(apart, 96.0));
+    assert!(is.parts.ffn_ms < was.parts.ffn_ms && is.parts.attention_ms == was.parts.attention_ms);
+    assert!(is.idle_attention < was.idle_attention, "{} {}", is.idle_attention, was.idle_attention);
+    // Whole on each rank of either side: 58 layers of 3 · 7168 · 2048 bytes in fp8.
+    let held = 58.0 * 3.0 * 7168.0 * 2048.0;
+    let gained = is.memory.attention.weights - was.memory.attention.weights;
+    let freed = was.memory.ffn.unwrap().weights - is.memory.ffn.unwrap().weights;
+    assert!((gained / held - 1.0).abs() < 1e-9 && (freed / held - 1.0).abs() < 1e-9, "{gained} {freed}");
 }
 
 #[test]
@@ -296,5 +327,6 @@ fn ten_thousand_layouts_are_looked_at() {
     println!("{} layouts in {:?}", found.num_layouts(), begun.elapsed());
     assert!(found.num_layouts() >= 10_000, "{}", found.num_layouts());
     let points = sweep::sensitivity(&case, &limits(8, 50.0));
-    assert_eq!(points.len(), WhatIf::ALL.len());
+    // And shared experts on the other side.
+    assert_eq!(points.len(), WhatIf::ALL.len() + 1);
 }
