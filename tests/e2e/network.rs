@@ -47,7 +47,7 @@ async fn every_harm(replicas: usize) -> anyhow::Result<()> {
     for (way, harm) in harms.into_iter().flat_map(|harm| [(Way::ToFfn, harm), (Way::ToAttention, harm)]) {
         all_serve(&deployment, replicas).await?;
         let before = deployment.metric(0, "afd_ffn_losses_total").await?;
-        let mut is_done = false;
+        let (mut is_done, logged) = (false, deployment.attention[0].log().len());
         let pause = story::goes_on(&mut deployment, async |_, num_tokens| {
             if num_tokens >= 20 && !is_done {
                 is_done = true;
@@ -62,6 +62,15 @@ async fn every_harm(replicas: usize) -> anyhow::Result<()> {
         // A doubled frame may be dropped; every other harm costs a link.
         let log = || deployment.attention[0].log();
         ensure!(losses >= 1.0 || harm == Harm::Duplicate, "{harm:?} {way:?} cost no link:\n{}", log());
+        // Whichever side finds the damage, attention's log names it.
+        if matches!(harm, Harm::FlipHeader | Harm::FlipBody) {
+            let log = log();
+            let new = log.get(logged..).unwrap_or(&log);
+            ensure!(
+                new.contains("corrupt") && new.contains("checksum"),
+                "{harm:?} {way:?} is not named:\n{new}"
+            );
+        }
     }
     Ok(())
 }

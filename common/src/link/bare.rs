@@ -97,6 +97,9 @@ impl HopLink for BareLink {
 impl Drop for BareLink {
     fn drop(&mut self) {
         self.close("the other end was dropped");
+        if let Some((header, text)) = self.port.blame() {
+            self.push(&header, &[text.as_bytes()]);
+        }
     }
 }
 

@@ -367,6 +367,7 @@ macro_rules! link_contract_tests {
             any_damage_to_a_body_breaks_the_link
             another_checksum_than_agreed_breaks_the_link
             a_sum_behind_a_body_counts_as_one_before_it
+            whoever_sent_a_corrupt_frame_is_told_so
             a_peer_beyond_its_credits_breaks_the_link
             a_truncated_stream_is_lost
             close_is_seen_with_its_reason_after_earlier_frames

@@ -62,7 +62,8 @@ pub use stream::LinkStream;
 /// - **Loss.** Once broken, `poll_recv` first hands out what had arrived whole, then reports the same error for ever;
 ///   `send` reports it at once.
 /// - **Cancellation.** [`close`](Self::close) is idempotent; the peer sees [`LinkError::Closed`] with the reason after
-///   the frames sent before it. Dropping the link closes it.
+///   the frames sent before it. Dropping the link closes it; where it broke by what the peer had sent
+///   ([`LinkError::Corrupt`]), that is the reason, as far as the transport can still tell it.
 pub trait HopLink: Send {
     /// What was agreed when the link was opened.
     fn limits(&self) -> &Limits;

@@ -13,12 +13,13 @@ pub(super) struct Port {
     pub(super) limits: Limits,
     pub(super) inbox: Arc<Inbox>,
     credits: Credits,
+    has_blamed: bool,
 }
 
 impl Port {
     pub(super) fn new(limits: Limits, bell: Doorbell) -> Self {
         let inbox = Inbox::new(&limits, bell);
-        Self { credits: Credits::new(limits.credits), inbox, limits }
+        Self { credits: Credits::new(limits.credits), inbox, limits, has_blamed: false }
     }
 
     /// Whether `header` and `body` may go out; sets the header's epoch.
@@ -87,6 +88,18 @@ impl Port {
         }
         self.inbox.end(self.inbox.closed(reason));
         Some(self.close_frame(reason))
+    }
+
+    /// The farewell of an end that broke by what the peer sent, which says what was wrong with that. The first time.
+    pub(super) fn blame(&mut self) -> Option<(FrameHeader, String)> {
+        let Some(LinkError::Corrupt { what, .. }) = self.inbox.ended() else { return None };
+        if std::mem::replace(&mut self.has_blamed, true) {
+            return None;
+        }
+        let reason = format!("what came over it was corrupt: {what}");
+        let (header, text) = self.close_frame(&reason);
+        let kept = text.len();
+        Some((header, reason[..kept].to_owned()))
     }
 
     /// The frame that tells the peer why the link ends, and as much of the reason as fits into it.

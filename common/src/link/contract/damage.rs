@@ -2,7 +2,7 @@
 use super::{EPOCH, Fixture, MAX_ROWS, agreed, body, encoded, rows};
 use crate::frame::{BodySum, Checksum, FrameHeader, FrameKind, HEADER_BYTES, body_sum};
 use crate::ids::HopKey;
-use crate::link::LinkError;
+use crate::link::{Limits, LinkError};
 
 /// A frame that is on the wire twice reaches the engine once.
 pub fn a_duplicate_is_dropped_and_counted(fixture: &dyn Fixture) {
@@ -124,6 +124,23 @@ pub fn a_sum_behind_a_body_counts_as_one_before_it(fixture: &dyn Fixture) {
             }
         }
     }
+}
+
+/// Whoever sent what is not as agreed is told what was wrong with it when the other end gives the link up.
+pub fn whoever_sent_a_corrupt_frame_is_told_so(fixture: &dyn Fixture) {
+    // Where nothing is encoded, nothing is compared with what was agreed.
+    if fixture.raw(agreed(fixture, "raw")).is_none() {
+        return;
+    }
+    let (mut a, mut b) = fixture.pair(agreed(fixture, "B"), Limits { max_rows: 2, ..agreed(fixture, "A") });
+    a.dispatch(1, &body(2, 1)).unwrap();
+    a.dispatch(2, &body(3, 1)).unwrap();
+    assert_eq!(b.next().unwrap().body(), body(2, 1));
+    let error = b.next().unwrap_err();
+    let LinkError::Corrupt { what, .. } = &error else { panic!("{error}") };
+    drop(b);
+    let told = a.next().unwrap_err().to_string();
+    assert!(told.contains(what.as_str()), "{what:?} is not in: {told}");
 }
 
 /// More dispatches than credits allow for are the peer's mistake.

@@ -120,10 +120,14 @@ impl ShmLink {
     }
 
     fn end(&mut self, error: LinkError) {
+        // A peer whose frames were damaged is still to be told, before it learns that this end is gone.
+        let is_to_be_told = matches!(error, LinkError::Corrupt { .. });
         self.port.inbox.end(error);
         self.watch = None;
         self.ringer = None;
-        let _ = self.socket.socket().shutdown(Shutdown::Both);
+        if !is_to_be_told {
+            let _ = self.socket.socket().shutdown(Shutdown::Both);
+        }
     }
 }
 
@@ -198,6 +202,9 @@ impl HopLink for ShmLink {
 impl Drop for ShmLink {
     fn drop(&mut self) {
         self.close("the other end was dropped");
+        if let Some((header, text)) = self.port.blame() {
+            let _ = self.push(&header, &[text.as_bytes()]);
+        }
         let _ = self.socket.socket().shutdown(Shutdown::Both);
         if let Some(listening) = self.listening.take() {
             let _ = listening.join();

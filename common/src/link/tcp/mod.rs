@@ -220,6 +220,12 @@ impl HopLink for TcpLink {
 impl Drop for TcpLink {
     fn drop(&mut self) {
         self.close("the other end was dropped");
+        // Behind whatever still waits it would come too late.
+        if let Some((header, text)) = self.port.blame()
+            && self.outbox.is_idle()
+        {
+            let _ = self.write(&header, &[text.as_bytes()]);
+        }
         self.outbox.finish();
         self.outbox.wait_done(LINGER);
         let _ = self.stream.socket().shutdown(Shutdown::Both);

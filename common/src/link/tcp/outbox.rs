@@ -126,6 +126,12 @@ impl Outbox {
         }
     }
 
+    /// Whether everything was written, and more may be.
+    pub(super) fn is_idle(&self) -> bool {
+        let state = self.lock();
+        state.waiting.is_empty() && !state.writing && matches!(state.phase, Phase::Open)
+    }
+
     /// Why writing failed, if it did.
     pub(super) fn error(&self) -> Option<io::ErrorKind> {
         match self.lock().phase {

@@ -63,6 +63,10 @@ pub(super) fn end_link(reader: &FrameReader, stream: &LinkStream, outbox: &Outbo
         (LinkError::Lost { what, .. }, Some(error)) => inbox.lost(format!("{what}; writing failed: {error}")),
         (end, _) => end,
     });
+    // A peer whose frames were damaged is still to be told.
+    if matches!(inbox.ended(), Some(LinkError::Corrupt { .. })) && outbox.is_idle() {
+        return;
+    }
     // Frees a writer that waits for a peer which will not read any more.
     let _ = stream.socket().shutdown(Shutdown::Both);
 }

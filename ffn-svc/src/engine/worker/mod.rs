@@ -228,7 +228,6 @@ impl<M: StageModel> Worker<M> {
                 Ok(None) => at += 1,
                 Err(end) => {
                     if let LinkError::Corrupt { peer, what } = &end {
-                        // The peer sees no more than that the link ends.
                         tracing::warn!(peer, what, "a frame came damaged: the link is given up");
                     }
                     self.drop_source(at, &end.to_string());
