@@ -348,6 +348,7 @@ async fn a_rank_that_refuses_ends_no_start_while_another_one_is_still_to_come() 
         } else {
             // Long before --join-timeout.
             let (code, log) = tokio::task::spawn_blocking(|| refused(waiting)).await??;
+            ensure!(!log.contains("--drain-timeout") && !log.contains("lost"), "it ends by itself:\n{log}");
             let last = log.lines().last().unwrap_or_default();
             ensure!(
                 code == 1 && last.contains("refused") && last.contains("--shared-experts"),

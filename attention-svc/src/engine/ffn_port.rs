@@ -141,19 +141,24 @@ pub struct Ending {
     started: Instant,
     /// Since `started`; [`NEVER`] while the engine is to go on.
     deadline_us: Arc<AtomicU64>,
+    /// How long before that it was known.
+    patience_us: Arc<AtomicU64>,
 }
 
 const NEVER: u64 = u64::MAX;
 
 impl Default for Ending {
     fn default() -> Self {
-        Self { started: Instant::now(), deadline_us: Arc::new(AtomicU64::new(NEVER)) }
+        let deadline_us = Arc::new(AtomicU64::new(NEVER));
+        Self { started: Instant::now(), deadline_us, patience_us: Arc::default() }
     }
 }
 
 impl Ending {
     /// The engine has to have ended by then.
     pub fn set(&self, deadline: Instant) {
+        let patience_us = deadline.saturating_duration_since(Instant::now()).as_micros() as u64;
+        self.patience_us.store(patience_us, Relaxed);
         let deadline_us = deadline.saturating_duration_since(self.started).as_micros() as u64;
         self.deadline_us.store(deadline_us, Relaxed);
     }
@@ -162,6 +167,15 @@ impl Ending {
     pub fn deadline(&self) -> Option<Instant> {
         let deadline_us = self.deadline_us.load(Relaxed);
         (deadline_us != NEVER).then(|| self.started + Duration::from_micros(deadline_us))
+    }
+
+    /// Why a wait is given up that nothing but the deadline was against: a process that ends by itself had no time for it, one
+    /// that was told to end had as much as its option says.
+    pub fn why(&self) -> &'static str {
+        match self.patience_us.load(Relaxed) {
+            0 => "no longer waited for: this process ends",
+            _ => "no longer waited for: this process ends (--drain-timeout)",
+        }
     }
 }
 
@@ -272,4 +286,20 @@ pub enum FfnLoss {
         /// Why.
         what: String,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_end_without_patience_is_nothing_that_an_option_would_change() {
+        let ending = Ending::default();
+        assert_eq!(ending.deadline(), None);
+        ending.set(Instant::now() + Duration::from_secs(1));
+        assert!(ending.why().ends_with("this process ends (--drain-timeout)"));
+        ending.set(Instant::now());
+        assert!(ending.deadline().is_some_and(|deadline| deadline <= Instant::now()));
+        assert!(ending.why().ends_with("this process ends"));
+    }
 }

@@ -13,7 +13,7 @@ use afd_common::net::tls::PeerTls;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::{PROTOCOL_MAJOR, PROTOCOL_MINOR};
-use afd_common::spelling::count;
+use afd_common::spelling::{count, links};
 use tonic::transport::Channel;
 
 use super::session::{SessionError, Shared, late, wire_kind, within};
@@ -155,7 +155,12 @@ pub(super) async fn open_link(
             }
         }
     }
-    Err(SessionError::Refused("join: no link kind in common (--link)".into()))
+    let ours = shared.settings.link_kinds.iter().map(|kind| wire_kind(*kind));
+    let (theirs, ours) = (links(joined.link_kinds.iter().copied()), links(ours));
+    let what = format!(
+        "join: no link kind in common: the rank has {theirs}, this attention rank has {ours} (--link)"
+    );
+    Err(SessionError::Refused(what))
 }
 
 /// Registers a link of one kind: the right to attach to it, and what both ends hold to.

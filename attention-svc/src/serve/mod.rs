@@ -308,12 +308,12 @@ impl Server {
             error = joined => Err(error.into()),
         };
         self.readiness_task.abort();
-        match &ended {
-            Err(error @ ServeError::EngineDied(_)) => {
-                self.readiness.send_replace(Readiness::Dead(error.to_string()))
-            }
-            _ => self.readiness.send_replace(Readiness::Draining),
-        };
+        // Over before anything changes that it would tell of as a drain that somebody asked for.
+        let _ = self.readiness_task.await;
+        self.readiness.send_replace(match &ended {
+            Ok(_) => Readiness::Draining,
+            Err(error) => Readiness::Dead(error.to_string()),
+        });
         let begun = Instant::now();
         // Requests that wait for FFN ranks which were never there would wait in vain.
         let patience =

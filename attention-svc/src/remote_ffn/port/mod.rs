@@ -64,9 +64,6 @@ pub struct RemoteFfn {
     ending: Option<Ending>,
 }
 
-/// Why a wait was given up that nothing but time was against.
-const ENDING: &str = "no longer waited for: this process ends (--drain-timeout)";
-
 /// Says how the FFN ranks stand, whenever it is asked.
 pub type Sentence = Arc<dyn Fn() -> String + Send + Sync>;
 
@@ -202,13 +199,13 @@ impl FfnPort for RemoteFfn {
             {
                 return Err(self.unavailable(shard));
             }
-            let ending = self.ending.as_ref().and_then(Ending::deadline);
-            if ending.is_some_and(|deadline| self.clock.now() >= deadline) {
-                return Err(FfnLoss::Unavailable { peer: hop.to_string(), what: ENDING.into() });
+            let ending = self.ending.as_ref().and_then(|ending| Some((ending.deadline()?, ending.why())));
+            if let Some((_, why)) = ending.filter(|(deadline, _)| self.clock.now() >= *deadline) {
+                return Err(FfnLoss::Unavailable { peer: hop.to_string(), what: why.into() });
             }
             match [overdue, late, bereft.map(|(_, until)| until)].into_iter().flatten().min() {
                 Some(deadline) => {
-                    let deadline = ending.map_or(deadline, |ending| deadline.min(ending));
+                    let deadline = ending.map_or(deadline, |(ending, _)| deadline.min(ending));
                     self.clock.wait(&self.bell, seen, deadline);
                 }
                 None if self.hops.table.is_empty() => {
