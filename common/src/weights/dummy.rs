@@ -1,6 +1,7 @@
 //! Random weights out of nothing. One long noise sequence is drawn once; every row of every tensor is a window of it
 //! whose place follows from seed, name and row alone. So parts equal the same part of the whole, and tens of gigabytes
 //! are made at the speed of copying.
+use std::ops::Range;
 use std::sync::Mutex;
 
 use rand::{Rng, SeedableRng};
@@ -13,14 +14,26 @@ use super::{Part, WeightError};
 /// Longer than any row.
 const NOISE: usize = (1 << 19) - 1;
 
+/// Elements that are made at a time, more than any row has, as f32 in memory that is used again and again. Intermediates of
+/// their own would leave holes in the allocator's memory, none of which quite holds the next: more in the end than the weights
+/// take.
+const CHUNK: i64 = 1 << 20;
+
 const ROUTER_DEVIATION: f64 = 0.05;
 
 pub(super) struct Dummy {
     seed: u64,
     tied: bool,
     device: Device,
-    /// `[NOISE]` f32, standard normal. Behind a lock because a tensor must not be used by two threads at once.
-    noise: Mutex<Tensor>,
+    /// Behind a lock because a tensor must not be used by two threads at once.
+    noise: Mutex<Noise>,
+}
+
+struct Noise {
+    /// `[NOISE]` f32, standard normal.
+    values: Tensor,
+    /// `[CHUNK]` f32, for what is made of it.
+    chunk: Tensor,
 }
 
 impl Dummy {
@@ -34,14 +47,17 @@ impl Dummy {
             noise.extend([radius * angle.cos(), radius * angle.sin()]);
         }
         noise.truncate(NOISE);
-        Self { seed, tied, device: Device::Cpu, noise: Mutex::new(Tensor::from_slice(&noise)) }
+        let values = Tensor::from_slice(&noise);
+        let chunk = Tensor::empty([CHUNK], (Kind::Float, Device::Cpu));
+        Self { seed, tied, device: Device::Cpu, noise: Mutex::new(Noise { values, chunk }) }
     }
 
     /// Makes tensors on `device` from now on, with the same numbers.
     pub(super) fn move_to(&mut self, device: Device) -> Result<(), WeightError> {
         let noise = self.noise.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
         let torch = |source| WeightError::Torch { name: "(dummy)".into(), source };
-        *noise = noise.f_to_device(device).map_err(torch)?;
+        noise.values = noise.values.f_to_device(device).map_err(torch)?;
+        noise.chunk = noise.chunk.f_to_device(device).map_err(torch)?;
         self.device = device;
         Ok(())
     }
@@ -61,7 +77,13 @@ impl Dummy {
     ) -> Result<Tensor, WeightError> {
         let torch = |source| WeightError::Torch { name: name.into(), source };
         match shape {
-            &[_, columns] => self.matrix(name, columns, part, kind).map_err(torch),
+            &[_, columns] => {
+                let cut = part.columns.clone().unwrap_or(0..columns as usize);
+                let size = [part.rows.len() as i64, cut.len() as i64];
+                let matrix = Tensor::f_empty(size, (kind, self.device)).map_err(torch)?;
+                self.fill(&matrix, name, columns, &part.rows, cut).map_err(torch)?;
+                Ok(matrix)
+            }
             _ => {
                 let mut size = shape.to_vec();
                 if let Some(first) = size.first_mut() {
@@ -71,6 +93,22 @@ impl Dummy {
                 Tensor::f_full(&size, value, (kind, self.device)).map_err(torch)
             }
         }
+    }
+
+    /// The same rows of several matrices of so many columns, below one another.
+    pub(super) fn rows_joined(
+        &self,
+        names: &[&str],
+        columns: i64,
+        rows: &Range<usize>,
+        kind: Kind,
+    ) -> Result<Tensor, TchError> {
+        let len = rows.len() as i64;
+        let joined = Tensor::f_empty([len * names.len() as i64, columns], (kind, self.device))?;
+        for (name, at) in names.iter().zip(0..) {
+            self.fill(&joined.f_narrow(0, at * len, len)?, name, columns, rows, 0..columns as usize)?;
+        }
+        Ok(joined)
     }
 
     /// Neighbours from a random first one on, so that no row of up to `limit` columns names an index twice.
@@ -87,22 +125,35 @@ impl Dummy {
             .map_err(|source| WeightError::Torch { name: name.into(), source })
     }
 
-    fn matrix(&self, name: &str, columns: i64, part: &Part, kind: Kind) -> Result<Tensor, TchError> {
+    /// Writes the rectangle `rows`, `cut` of a matrix of so many `columns` to `part`.
+    fn fill(
+        &self,
+        part: &Tensor,
+        name: &str,
+        columns: i64,
+        rows: &Range<usize>,
+        cut: Range<usize>,
+    ) -> Result<(), TchError> {
         let is_router = name.ends_with(".gate.weight");
         let deviation = if is_router { ROUTER_DEVIATION } else { 1.0 / (columns.max(1) as f64).sqrt() };
         let windows = (NOISE as i64 - columns + 1).max(1) as u64;
         let key = self.key(name);
-        let starts: Vec<i64> =
-            part.rows.clone().map(|row| (mix(key ^ row as u64) % windows) as i64).collect();
-        let starts = Tensor::f_from_slice(&starts)?.f_to_device(self.device)?;
+        let start = |row: usize| (mix(key ^ row as u64) % windows) as i64 + cut.start as i64;
+        let starts = Tensor::f_from_slice(&rows.clone().map(start).collect::<Vec<_>>())?;
+        let starts = starts.f_to_device(self.device)?;
         let noise = self.noise.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let rows = noise.f_unfold(0, columns, 1)?.f_index_select(0, &starts)?;
-        drop(noise);
-        let cut = match &part.columns {
-            Some(cut) => rows.f_narrow(1, cut.start as i64, cut.len() as i64)?,
-            None => rows,
-        };
-        cut.f_mul_scalar(deviation)?.f_to_kind(kind)?.f_contiguous()
+        let width = cut.len() as i64;
+        let windows = noise.values.f_unfold(0, width, 1)?;
+        let (num_rows, rows_at_a_time) = (rows.len() as i64, CHUNK / width.max(1));
+        let mut from = 0;
+        while from < num_rows {
+            let len = rows_at_a_time.min(num_rows - from);
+            let chunk = noise.chunk.f_narrow(0, 0, len * width)?.f_view([len, width])?;
+            let mut chunk = windows.f_index_select_out(&chunk, 0, &starts.f_narrow(0, from, len)?)?;
+            part.f_narrow(0, from, len)?.f_copy_(&chunk.f_mul_scalar_(deviation)?)?;
+            from += len;
+        }
+        Ok(())
     }
 
     fn key(&self, name: &str) -> u64 {

@@ -126,6 +126,16 @@ impl Part {
         let columns_fit = self.columns.as_ref().is_none_or(|columns| within(columns, shape.get(1)));
         columns_fit && (shape.is_empty() || within(&self.rows, shape.first()))
     }
+
+    /// Refuses what is not inside the tensor `name` of this shape.
+    fn check(&self, name: &str, shape: &[i64]) -> Result<(), WeightError> {
+        if self.fits(shape) {
+            return Ok(());
+        }
+        let columns = self.columns.as_ref().map_or(0, |columns| columns.end as i64);
+        let expected = vec![self.rows.end as i64, columns];
+        Err(WeightError::Shape { name: name.into(), expected, found: shape.into() })
+    }
 }
 
 impl Weights {
@@ -248,9 +258,16 @@ impl Weights {
                 return names.iter().map(|name| self.rows(name, shape, rows.clone())).collect();
             }
         }
+        let torch = |source| WeightError::Torch { name: names.join(" | "), source };
+        if let (Source::Dummy(dummy), &[_, columns]) = (&self.source, shape) {
+            for name in names {
+                self.note(name);
+                Part::rows(rows.clone()).check(name, shape)?;
+            }
+            return Ok(vec![dummy.rows_joined(names, columns, &rows, self.kind).map_err(torch)?]);
+        }
         let parts =
             names.iter().map(|name| self.rows(name, shape, rows.clone())).collect::<Result<Vec<_>, _>>()?;
-        let torch = |source| WeightError::Torch { name: names.join(" | "), source };
         Ok(vec![Tensor::f_cat(&parts, 0).map_err(torch)?])
     }
 
@@ -290,10 +307,7 @@ impl Weights {
 
     fn part(&self, name: &str, shape: &[i64], part: Part, kind: Kind) -> Result<Tensor, WeightError> {
         self.note(name);
-        if !part.fits(shape) {
-            let expected = vec![part.rows.end as i64, part.columns.map_or(0, |columns| columns.end as i64)];
-            return Err(WeightError::Shape { name: name.into(), expected, found: shape.into() });
-        }
+        part.check(name, shape)?;
         let tensor = match &self.source {
             Source::Checkpoint(checkpoint) => checkpoint.load(name, shape, &part, kind),
             Source::Dummy(dummy) => dummy.load(name, shape, &part, kind),

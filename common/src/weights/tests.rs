@@ -255,3 +255,21 @@ fn dummy_parts_equal_the_whole_whatever_comes_first() {
     assert!((router.std(true).double_value(&[]) - 0.05).abs() < 0.005);
     assert_eq!(a.tensor("model.norm.weight", &[4]).unwrap().sum(Kind::Float).double_value(&[]), 4.0);
 }
+
+#[test]
+fn large_dummy_matrices_are_made_in_pieces_that_cannot_be_told() {
+    let config = ModelConfig::load(&fixture("tiny-deepseek-v3")).unwrap();
+    let weights = Weights::dummy(&config, Kind::Float, 3);
+    let (names, shape) = (["a.weight", "b.weight"], [2500, 1024]);
+    let whole = names.map(|name| weights.tensor(name, &shape).unwrap());
+    // Across the end of a piece, and in another place within one.
+    for rows in [1000..1100, 2047..2500] {
+        let (from, len) = (rows.start as i64, rows.len() as i64);
+        let parts = whole.each_ref().map(|whole| whole.narrow(0, from, len));
+        let joined = weights.rows_joined(&names, &shape, rows.clone()).unwrap();
+        assert!(equal(&weights.rows(names[1], &shape, rows).unwrap(), &parts[1]));
+        assert!(joined.len() == 1 && equal(&joined[0], &Tensor::cat(&parts, 0)));
+    }
+    assert!(matches!(weights.rows_joined(&names, &shape, 2400..2501), Err(WeightError::Shape { .. })));
+    assert_eq!(weights.rows_joined(&names, &shape, 7..7).unwrap()[0].size(), [0, 1024]);
+}
