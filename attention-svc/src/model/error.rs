@@ -2,7 +2,7 @@
 use afd_common::ids::LayerIdx;
 use afd_common::process::exit::Exit;
 use afd_common::weights::WeightError;
-use afd_ffi::cpu_attention::ShapeError;
+use afd_ffi::ShapeError;
 use tch::TchError;
 
 /// Why attention cannot be loaded or computed. A retry of the same call does not help.

@@ -58,8 +58,8 @@ pub fn wait_any<'a>(
     let deadline = timeout.map(|timeout| timespec(monotonic_now() + timeout));
     let deadline = deadline.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: `entries` begins with `len` entries laid out as the kernel's struct futex_waitv, each with the address of a
-    // live, aligned u32 borrowed for 'a, which outlives the call; `deadline` is null or points to a timespec. All outlive the call, which
-    // writes to none of them.
+    // live, aligned u32 borrowed for 'a; `deadline` is null or points to a timespec. All outlive the call, which writes
+    // to none of them.
     let result = unsafe {
         libc::syscall(libc::SYS_futex_waitv, entries.as_ptr(), len, 0, deadline, libc::CLOCK_MONOTONIC)
     };

@@ -1,9 +1,9 @@
 //! The one place with unsafe code, behind safe faces: checkpoint files mapped into memory ([`MappedFile`]), the memory
 //! of a tensor as a slice ([`memory`]), loops for few rows on the CPU ([`cpu_attention`], [`cpu_rows`], [`cpu_linear`],
-//! [`cpu_heads`], [`cpu_mlp`]) and the threads that share them ([`Crew`]), where threads may run ([`cpus`]), libtorch on a GPU ([`cuda`]), control over this
-//! process ([`process`]), memory shared between processes ([`shm`]) with the sleep that goes with it ([`futex`]), sockets that
-//! are read without waiting ([`socket`]), the checksums of what goes through both ([`crc`], [`sum64`]), and a count of
-//! [`allocations`] for tests.
+//! [`cpu_heads`], [`cpu_mlp`]) and the threads that share them ([`Crew`]), where threads may run ([`cpus`]), libtorch on a
+//! GPU ([`cuda`]), control over this process ([`process`]), memory shared between processes ([`shm`]) with the sleep that
+//! goes with it ([`futex`]), sockets that are read without waiting ([`socket`]), the checksums of what goes through both
+//! ([`crc`], [`sum64`]), and a count of [`allocations`] for tests.
 //!
 //! Nothing here knows models, links or requests. Every unsafe block says which rule it relies on and who keeps it.
 
@@ -24,13 +24,16 @@ mod mapped;
 pub mod memory;
 pub mod process;
 pub mod shm;
+mod simd;
 pub mod socket;
 pub mod sum64;
+mod views;
 mod zeroed;
 
 pub use cpu_products::multiplies_bf16;
 pub use crew::Crew;
 pub use mapped::{MappedFile, Reads};
+pub use views::ShapeError;
 pub use zeroed::zeroed_for_life;
 
 /// Why foreign memory cannot be used as asked.

@@ -46,18 +46,9 @@ pub fn i64s(tensor: &Tensor) -> Result<&[i64], FfiError> {
     slice(tensor, Kind::Int64)
 }
 
-/// The bit patterns of the elements of a [`Kind::BFloat16`] tensor.
-///
-/// # Errors
-/// As [`bytes`], or when the tensor is of another kind.
-pub fn bf16_bits(tensor: &Tensor) -> Result<&[u16], FfiError> {
-    slice(tensor, Kind::BFloat16)
-}
-
 /// Plain numbers: every bit pattern is a value.
 trait Plain {}
 impl Plain for u8 {}
-impl Plain for u16 {}
 impl Plain for f32 {}
 impl Plain for i64 {}
 
@@ -104,7 +95,6 @@ mod tests {
         bytes_mut(&mut tensor).unwrap()[..4].copy_from_slice(&9.0f32.to_le_bytes());
         assert_eq!(tensor.double_value(&[0, 0]), 9.0);
         assert_eq!(bytes(&tensor.to_kind(Kind::BFloat16)).unwrap().len(), 8);
-        assert_eq!(bf16_bits(&Tensor::ones([1], (Kind::BFloat16, Device::Cpu))).unwrap(), [0x3f80]);
     }
 
     #[test]

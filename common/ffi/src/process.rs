@@ -1,4 +1,4 @@
-//! Control over this process: when it may be told to end, how its compute threads wait, how many they are, what they are called.
+//! Control over this process: when it may be told to end, how its compute threads wait, and how many they are.
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -55,8 +55,8 @@ fn mask_end(how: libc::c_int) {
 }
 
 /// Tells NCCL that a communicator's graphs and its other work are never on their way at the same time, as those of these
-/// services are not: it then guards nothing, which a graph's every call pays for. What is set already stays. Call this in `main`
-/// before any thread is started.
+/// services are not: it then guards nothing, which a graph's every call pays for. What is set already stays. Call this
+/// in `main` before any thread is started.
 pub fn keep_nccl_graphs_apart() {
     const VARIABLE: &str = "NCCL_GRAPH_MIXING_SUPPORT";
     if std::env::var_os(VARIABLE).is_none() {
@@ -75,14 +75,4 @@ pub fn set_compute_threads(threads: usize) {
 pub fn end_at_once(code: u8) -> ! {
     // SAFETY: `_exit` takes any number, touches nothing of this process's memory and does not return.
     unsafe { libc::_exit(i32::from(code)) }
-}
-
-/// Names the calling thread, for debuggers and `top -H`. Cut to 15 bytes.
-pub fn name_this_thread(name: &str) {
-    let mut bytes = [0u8; 16];
-    for (to, &from) in bytes[..15].iter_mut().zip(name.as_bytes()) {
-        *to = from;
-    }
-    // SAFETY: `bytes` is a NUL-terminated string that the kernel only reads during the call.
-    unsafe { libc::prctl(libc::PR_SET_NAME, bytes.as_ptr()) };
 }

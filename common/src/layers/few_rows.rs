@@ -2,9 +2,8 @@
 //! libtorch operations each.
 use std::sync::Arc;
 
-use afd_ffi::cpu_attention::ShapeError;
 use afd_ffi::cpu_mlp::{MlpRows, StoredMlp, gated_mlps};
-use afd_ffi::{Crew, multiplies_bf16};
+use afd_ffi::{Crew, ShapeError, multiplies_bf16};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::GatedMlp;

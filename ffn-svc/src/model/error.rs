@@ -78,7 +78,7 @@ pub enum FfnModelError {
         /// Which layer.
         layer: LayerIdx,
         /// Expected and found.
-        source: afd_ffi::cpu_attention::ShapeError,
+        source: afd_ffi::ShapeError,
     },
     /// A row of a layer that routes by token id has an id that the table does not know.
     #[error("{layer}: `input_ids`: row {row} is token {token} of {vocab_size}")]

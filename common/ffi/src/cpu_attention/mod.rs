@@ -4,19 +4,19 @@
 //! bytes. Here the blocks are read where they lie. Grouped-query attention and DeepSeek's latent attention (absorbed:
 //! one key/value head whose values are the first part of its keys) are the same loops with other [`CacheView`]s.
 //!
-//! This file checks shapes and bounds and splits the work over threads; `kernel` has the loops, `simd` the vectors.
+//! This file checks shapes and bounds and splits the work over threads; `kernel` has the loops.
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::Crew;
+use crate::simd::{Bf16, Element, Isa};
+use crate::views::{Rows3, ShapeError, check_cpu, ensure};
 
 mod kernel;
-pub(crate) mod simd;
 
 use kernel::{Dims, RowState};
-use simd::{Bf16, Element, Isa};
 
 /// Multiply-adds of one share of the work: some microseconds, so that handing it over costs less than it takes.
 const WORK_PER_SHARE: usize = 128 << 10;
@@ -59,83 +59,6 @@ pub struct PagedRow {
     pub num_tokens: usize,
 }
 
-/// A call that does not fit its tensors.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct ShapeError(pub(crate) String);
-
-/// Refuses with the formatted words unless the condition holds.
-macro_rules! ensure {
-    ($condition:expr, $($words:tt)*) => {
-        if !$condition {
-            return Err($crate::cpu_attention::ShapeError(format!($($words)*)));
-        }
-    };
-}
-pub(crate) use ensure;
-
-/// A strided view of a CPU tensor with three dimensions, the last of them contiguous.
-pub(crate) struct Rows3<E> {
-    first: *mut E,
-    row_stride: usize,
-    head_stride: usize,
-    pub(crate) rows: usize,
-    pub(crate) heads: usize,
-    pub(crate) len: usize,
-}
-
-impl<E> Rows3<E> {
-    pub(crate) fn new(what: &str, tensor: &Tensor, kind: Kind) -> Result<Self, ShapeError> {
-        check_cpu(what, tensor, kind)?;
-        let (size, stride) = (tensor.size(), tensor.stride());
-        ensure!(size.len() == 3, "{what}: shape {size:?}, expected [rows, heads, len]");
-        ensure!(size[2] <= 1 || stride[2] == 1, "{what}: the last dimension is not contiguous");
-        Ok(Self {
-            first: tensor.data_ptr().cast(),
-            row_stride: stride[0] as usize,
-            head_stride: stride[1] as usize,
-            rows: size[0] as usize,
-            heads: size[1] as usize,
-            len: size[2] as usize,
-        })
-    }
-
-    /// The addresses between its first and its last element.
-    fn span(&self) -> Range<usize> {
-        let last = |count: usize, stride: usize| count.saturating_sub(1) * stride;
-        let elements = last(self.rows, self.row_stride) + last(self.heads, self.head_stride) + self.len;
-        let from = self.first as usize;
-        from..from + elements * size_of::<E>()
-    }
-
-    /// Whether no element has two places in it.
-    pub(crate) fn is_injective(&self) -> bool {
-        let (rows, heads) = ((self.rows, self.row_stride), (self.heads, self.head_stride));
-        let nested = |outer: (usize, usize), inner: (usize, usize)| {
-            (inner.0 <= 1 || inner.1 >= self.len)
-                && (outer.0 <= 1 || outer.1 >= inner.0.saturating_sub(1) * inner.1 + self.len)
-        };
-        nested(rows, heads) || nested(heads, rows)
-    }
-
-    /// Address of a row's head.
-    ///
-    /// # Safety
-    /// `row` and `head` are within bounds.
-    pub(crate) unsafe fn at(&self, row: usize, head: usize) -> *mut E {
-        debug_assert!(row < self.rows && head < self.heads);
-        // SAFETY: libtorch keeps every element of a tensor's shape inside its storage.
-        unsafe { self.first.add(row * self.row_stride + head * self.head_stride) }
-    }
-}
-
-/// That a tensor's memory may be touched as `kind`.
-pub(crate) fn check_cpu(what: &str, tensor: &Tensor, kind: Kind) -> Result<(), ShapeError> {
-    ensure!(tensor.device() == Device::Cpu, "{what}: on {:?}, expected the CPU", tensor.device());
-    ensure!(tensor.kind() == kind, "{what}: {:?}, expected {kind:?}", tensor.kind());
-    Ok(())
-}
-
 /// `out[row] = softmax(scale * queries[row] · keys) · values`, per head, for every row of `rows`.
 ///
 /// `queries` are parts `[num_rows, num_heads, len]` whose lengths add up to `key_dim` (so that the latent and the rope
@@ -175,6 +98,53 @@ struct Job<'a, E> {
 // own the memory are borrowed by `paged_attention`, which ends no sooner than every thread's work on this.
 unsafe impl<E: Element> Sync for Job<'_, E> {}
 
+impl<'a, E: Element> Job<'a, E> {
+    /// Compares everything with everything.
+    fn new(
+        kind: Kind,
+        queries: &[&Tensor],
+        cache: &CacheView<'_>,
+        rows: &'a PagedRows,
+        scale: f64,
+        out: &Tensor,
+    ) -> Result<Self, ShapeError> {
+        let (num_blocks, dims) = cache_dims(cache, kind)?;
+        let queries =
+            queries.iter().map(|q| Rows3::<E>::new("queries", q, kind)).collect::<Result<Vec<_>, _>>()?;
+        let out = Rows3::new("out", out, kind)?;
+        let heads = out.heads;
+        ensure!(
+            heads > 0 && heads % dims.num_kv_heads == 0,
+            "{heads} query heads for {} key/value heads",
+            dims.num_kv_heads
+        );
+        let dims = Dims { group: heads / dims.num_kv_heads, ..dims };
+        let len: usize = queries.iter().map(|q| q.len).sum();
+        ensure!(len == dims.key_dim, "queries of {len} elements, keys of {}", dims.key_dim);
+        ensure!(out.len == dims.value_dim, "results of {} elements, values of {}", out.len, dims.value_dim);
+        for q in &queries {
+            ensure!(
+                q.heads == heads && q.rows == out.rows,
+                "queries for {} rows of {} heads, results for {} of {heads}",
+                q.rows,
+                q.heads,
+                out.rows
+            );
+        }
+        ensure!(out.is_injective(), "results overlap one another");
+        let span = out.span();
+        ensure!(
+            queries.iter().map(Rows3::span).all(|q| q.end <= span.start || span.end <= q.start),
+            "results overlap the queries"
+        );
+        check_rows(rows, out.rows, num_blocks, dims.block_size)?;
+
+        let (keys, values) = (cache.keys.data_ptr().cast_const(), cache.values.data_ptr().cast_const());
+        let (keys, values) = (keys.cast(), values.cast());
+        Ok(Self { isa: Isa::best(), dims, keys, values, queries, scale: scale as f32, rows, out })
+    }
+}
+
 /// A range of one row's tokens: the unit that threads share out.
 struct Piece {
     index: usize,
@@ -193,41 +163,8 @@ fn run<E: Element>(
     if rows.rows.is_empty() {
         return Ok(());
     }
-    let (num_blocks, dims) = cache_dims(cache, kind)?;
-    let queries =
-        queries.iter().map(|q| Rows3::<E>::new("queries", q, kind)).collect::<Result<Vec<_>, _>>()?;
-    let out = Rows3::new("out", out, kind)?;
-    let heads = out.heads;
-    ensure!(
-        heads > 0 && heads % dims.num_kv_heads == 0,
-        "{heads} query heads for {} key/value heads",
-        dims.num_kv_heads
-    );
-    let dims = Dims { group: heads / dims.num_kv_heads, ..dims };
-    let len: usize = queries.iter().map(|q| q.len).sum();
-    ensure!(len == dims.key_dim, "queries of {len} elements, keys of {}", dims.key_dim);
-    ensure!(out.len == dims.value_dim, "results of {} elements, values of {}", out.len, dims.value_dim);
-    for q in &queries {
-        ensure!(
-            q.heads == heads && q.rows == out.rows,
-            "queries for {} rows of {} heads, results for {} of {heads}",
-            q.rows,
-            q.heads,
-            out.rows
-        );
-    }
-    ensure!(out.is_injective(), "results overlap one another");
-    let span = out.span();
-    ensure!(
-        queries.iter().map(Rows3::span).all(|q| q.end <= span.start || span.end <= q.start),
-        "results overlap the queries"
-    );
-    check_rows(rows, out.rows, num_blocks, dims.block_size)?;
-
-    let (keys, values) =
-        (cache.keys.data_ptr().cast_const().cast(), cache.values.data_ptr().cast_const().cast());
-    let job = Job { isa: Isa::best(), dims, keys, values, queries, scale: scale as f32, rows, out };
-    let work_per_token = heads * (dims.key_dim + dims.value_dim);
+    let job = Job::<E>::new(kind, queries, cache, rows, scale, out)?;
+    let work_per_token = job.out.heads * (job.dims.key_dim + job.dims.value_dim);
     let tokens: usize = rows.rows.iter().map(|row| row.num_tokens).sum();
     let most = if crew.num_threads() == 1 { 1 } else { SHARES_PER_THREAD * crew.num_threads() };
     let shares = (tokens * work_per_token / WORK_PER_SHARE).clamp(1, most);
@@ -354,7 +291,7 @@ fn load_queries<E: Element>(job: &Job<'_, E>, row: usize, state: &mut RowState) 
     for (head, to) in state.queries.chunks_exact_mut(job.dims.key_dim).enumerate() {
         let mut to = &mut to[..];
         for part in &job.queries {
-            // SAFETY: row and head are within the shape, which `run` compared; the last dimension is contiguous.
+            // SAFETY: row and head are within the shape, which `Job::new` compared; the last dimension is contiguous.
             let from = unsafe { std::slice::from_raw_parts(part.at(row, head), part.len) };
             let (now, rest) = to.split_at_mut(part.len);
             for (to, from) in now.iter_mut().zip(from) {
@@ -368,7 +305,7 @@ fn load_queries<E: Element>(job: &Job<'_, E>, row: usize, state: &mut RowState) 
 fn write_row<E: Element>(job: &Job<'_, E>, row: usize, state: &RowState) {
     for (head, from) in state.acc.chunks_exact(job.dims.value_dim).enumerate() {
         let norm = 1.0 / state.sum[head];
-        // SAFETY: row and head are within the shape, which `run` compared; no other thread has this row, and nothing
+        // SAFETY: row and head are within the shape, which `Job::new` compared; no other thread has this row, and nothing
         // else refers to the memory of `out` while the engine's thread is in this call.
         let to = unsafe { std::slice::from_raw_parts_mut(job.out.at(row, head), job.dims.value_dim) };
         for (to, from) in to.iter_mut().zip(from) {

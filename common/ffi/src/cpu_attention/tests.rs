@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 
 use super::kernel::{self, Dims, RowState};
-use super::simd::{Element, Isa, Simd};
 use super::{CacheView, PagedRow, PagedRows, paged_attention};
 use crate::Crew;
+use crate::simd::{Element, Isa, Simd};
 
 /// Deterministic values in [-1, 1).
 fn noise(count: usize, seed: u64) -> Vec<f32> {

@@ -6,9 +6,9 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use crate::Crew;
-use crate::cpu_attention::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
-use crate::cpu_attention::{Rows3, ShapeError, check_cpu, ensure};
 use crate::cpu_products::{Dots, Inputs, Sink, Tile, Writer, multiply, prefetch, rows_per_chunk, write};
+use crate::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
+use crate::views::{Rows3, ShapeError, check_cpu, ensure};
 
 #[cfg(test)]
 mod tests;

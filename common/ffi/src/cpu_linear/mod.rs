@@ -5,11 +5,11 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::Crew;
-use crate::cpu_attention::simd::{Bf16, Element};
-use crate::cpu_attention::{Rows3, ShapeError, check_cpu, ensure};
 use crate::cpu_products::{
     Dots, Inputs, Sink, Tile, Writer, multiplies_bf16, multiply, rows_per_chunk, write,
 };
+use crate::simd::{Bf16, Element};
+use crate::views::{Rows3, ShapeError, check_cpu, ensure};
 
 #[cfg(test)]
 mod tests;

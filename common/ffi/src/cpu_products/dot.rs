@@ -7,7 +7,7 @@ use std::arch::x86_64::{
 use std::ops::Range;
 
 use super::{Products, Sink, TILE_ROWS, Tile, prefetch, tiles};
-use crate::cpu_attention::simd::{Bf16, sum4};
+use crate::simd::{Bf16, sum4};
 
 /// Products of an instruction.
 const LANES: usize = 32;
@@ -48,7 +48,6 @@ impl Products for Dots {
     unsafe fn tile(
         &self,
         weight: *const Bf16,
-        count: usize,
         len: usize,
         from: usize,
         num: usize,
@@ -58,22 +57,20 @@ impl Products for Dots {
         // SAFETY: the caller's promise, for the rows and inputs that each call names.
         unsafe {
             let x = self.inputs.add(from * len);
-            match (count, num) {
-                (TILE_ROWS, 1) => dots::<1>(weight, x, len, ahead, tile),
-                (TILE_ROWS, 2) => dots::<2>(weight, x, len, ahead, tile),
-                (TILE_ROWS, 3) => dots::<3>(weight, x, len, ahead, tile),
-                (TILE_ROWS, _) if ahead.is_empty() => dots::<4>(weight, x, len, 0..0, tile),
-                (TILE_ROWS, _) => dots::<4>(weight, x, len, ahead, tile),
-                // The last rows of a matrix whose height is not a multiple of the tile's.
-                (count, num) => {
-                    for i in 0..num {
-                        for r in 0..count {
-                            tile[i][r] = dot(weight.add(r * len), x.add(i * len), len);
-                        }
-                    }
-                }
+            match num {
+                1 => dots::<1>(weight, x, len, ahead, tile),
+                2 => dots::<2>(weight, x, len, ahead, tile),
+                3 => dots::<3>(weight, x, len, ahead, tile),
+                _ if ahead.is_empty() => dots::<4>(weight, x, len, 0..0, tile),
+                _ => dots::<4>(weight, x, len, ahead, tile),
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(&self, weight: *const Bf16, len: usize, of: usize) -> f32 {
+        // SAFETY: the caller's promise is the same.
+        unsafe { dot(weight, self.inputs.add(of * len), len) }
     }
 }
 

@@ -8,7 +8,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::cpu_attention::simd::{Bf16, Element, Isa};
+use crate::simd::{Bf16, Element, Isa};
 
 #[cfg(target_arch = "x86_64")]
 mod dot;
@@ -134,24 +134,28 @@ pub(crate) unsafe fn multiply<E: Element, K: Sink<N>, const N: usize>(
 trait Products {
     type Weight: Copy;
 
-    /// `count` weight rows, at most [`TILE_ROWS`], against `num` inputs from `from` on, at most [`TILE_INPUTS`]. `ahead`:
-    /// which of the rows of the next tile are asked for on the way.
+    /// [`TILE_ROWS`] weight rows against `num` inputs from `from` on, at most [`TILE_INPUTS`]. `ahead`: which of the rows of
+    /// the next tile are asked for on the way.
     ///
     /// `tile` is zero before; it is written in place, for a copy would wait for its parts to leave the store buffer.
     ///
     /// # Safety
-    /// `weight` is readable for `count` rows of `len`, the inputs named for `len`, the CPU has the instructions.
-    #[allow(clippy::too_many_arguments)] // The terms of one equation; they are all inlined.
+    /// `weight` is readable for [`TILE_ROWS`] rows of `len`, the inputs named for `len`, the CPU has the instructions.
     unsafe fn tile(
         &self,
         weight: *const Self::Weight,
-        count: usize,
         len: usize,
         from: usize,
         num: usize,
         ahead: Range<usize>,
         tile: &mut Tile,
     );
+
+    /// One weight row times input `of`.
+    ///
+    /// # Safety
+    /// `weight` and the input are readable for `len`, the CPU has the instructions.
+    unsafe fn dot(&self, weight: *const Self::Weight, len: usize, of: usize) -> f32;
 }
 
 /// # Safety
@@ -180,7 +184,16 @@ unsafe fn tiles<P: Products, K: Sink<N>, const N: usize>(
                 // SAFETY: rows row..row + count are within `rows`, inputs from..from + num among all.
                 unsafe {
                     let weight = weights[n].add(row * len);
-                    products.tile(weight, count, len, from, num, ahead.clone(), &mut found[n]);
+                    if count == TILE_ROWS {
+                        products.tile(weight, len, from, num, ahead.clone(), &mut found[n]);
+                        continue;
+                    }
+                    // The last rows of a matrix whose height is not a multiple of the tile's.
+                    for i in 0..num {
+                        for r in 0..count {
+                            found[n][i][r] = products.dot(weight.add(r * len), len, from + i);
+                        }
+                    }
                 }
             }
             // SAFETY: as above; the sink takes them, says the caller.

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::{LINE_BYTES, Products, Sink, TILE_ROWS, Tile, prefetch, tiles};
-use crate::cpu_attention::simd::{Element, Isa, Portable, Simd};
+use crate::simd::{Element, Isa, Portable, Simd};
 
 /// See [`super::multiply`].
 ///
@@ -37,7 +37,7 @@ mod x86 {
     use std::ops::Range;
 
     use super::{Sink, Wide, tiles};
-    use crate::cpu_attention::simd::{Avx2, Avx512, Element};
+    use crate::simd::{Avx2, Avx512, Element};
 
     /// # Safety
     /// As for [`tiles`]; the CPU has the instructions.
@@ -89,7 +89,6 @@ impl<S: Simd, E: Element> Products for Wide<S, E> {
     unsafe fn tile(
         &self,
         weight: *const E,
-        count: usize,
         len: usize,
         from: usize,
         num: usize,
@@ -99,11 +98,11 @@ impl<S: Simd, E: Element> Products for Wide<S, E> {
         // SAFETY: the caller's promise, for the rows and inputs that each call names.
         unsafe {
             let x = self.inputs.add(from * len);
-            match (count, num) {
-                (TILE_ROWS, 1) => dots::<S, E, 1>(weight, x, len, ahead, tile),
-                (TILE_ROWS, 2) => dots::<S, E, 2>(weight, x, len, ahead, tile),
+            match num {
+                1 => dots::<S, E, 1>(weight, x, len, ahead, tile),
+                2 => dots::<S, E, 2>(weight, x, len, ahead, tile),
                 // As many sums as leave registers for what is loaded.
-                (TILE_ROWS, _) if S::LANES <= 8 => {
+                _ if S::LANES <= 8 => {
                     let (mut first, mut rest) = (*tile, *tile);
                     dots::<S, E, 2>(weight, x, len, ahead, &mut first);
                     (tile[0], tile[1]) = (first[0], first[1]);
@@ -113,18 +112,16 @@ impl<S: Simd, E: Element> Products for Wide<S, E> {
                     }
                     (tile[2], tile[3]) = (rest[0], rest[1]);
                 }
-                (TILE_ROWS, 3) => dots::<S, E, 3>(weight, x, len, ahead, tile),
-                (TILE_ROWS, _) => dots::<S, E, 4>(weight, x, len, ahead, tile),
-                // The last rows of a matrix whose height is not a multiple of the tile's.
-                (count, num) => {
-                    for i in 0..num {
-                        for r in 0..count {
-                            tile[i][r] = dot::<S, E>(weight.add(r * len), x.add(i * len), len);
-                        }
-                    }
-                }
+                3 => dots::<S, E, 3>(weight, x, len, ahead, tile),
+                _ => dots::<S, E, 4>(weight, x, len, ahead, tile),
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn dot(&self, weight: *const E, len: usize, of: usize) -> f32 {
+        // SAFETY: the caller's promise is the same.
+        unsafe { dot::<S, E>(weight, self.inputs.add(of * len), len) }
     }
 }
 

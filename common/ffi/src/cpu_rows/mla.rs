@@ -2,8 +2,8 @@
 use tch::{Kind, Tensor};
 
 use super::{RopeRows, Slots, load, rms_norm_in_place, store, unsqueezed};
-use crate::cpu_attention::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
-use crate::cpu_attention::{Rows3, ShapeError, ensure};
+use crate::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
+use crate::views::{Rows3, ShapeError, ensure};
 
 /// What happens to the rows of a stage.
 #[derive(Clone, Copy)]

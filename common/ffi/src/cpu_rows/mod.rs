@@ -14,8 +14,8 @@ use tch::{Kind, Tensor};
 pub use self::gqa::{GqaRows, GqaShape, QkNorms, gqa_rows};
 pub use self::mla::{MlaRows, mla_rows};
 
-use crate::cpu_attention::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
-use crate::cpu_attention::{Rows3, ShapeError, check_cpu, ensure};
+use crate::simd::{Bf16, Element, Isa, Portable, Simd, for_each_isa};
+use crate::views::{Rows3, ShapeError, check_cpu, ensure};
 
 /// Which elements of a head the rotary embedding turns together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

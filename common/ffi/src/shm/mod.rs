@@ -7,8 +7,9 @@
 //! ```
 //! A [`Sender`] copies into a slot that is free, marks it full, puts its number into the queue and advances the head. A
 //! receiver that finds nothing says so in `sleeping`, looks once more and sleeps on that word; the next sender takes it back
-//! and wakes, and so does whoever else has something to say to it. A [`Receiver`] takes numbers out of the queue in order and hands out [`Slot`]s: the bytes
-//! where they lie. Dropping a slot marks it free, in any order. Neither side ever waits for the other.
+//! and wakes, and so does whoever else has something to say to it. A [`Receiver`] takes numbers out of the queue in
+//! order and hands out [`Slot`]s: the bytes where they lie. Dropping a slot marks it free, in any order. Neither side
+//! ever waits for the other.
 //!
 //! # Trust
 //! Both processes run as the same user and one of them created the file with mode 0600. Every number read from shared

@@ -5,8 +5,8 @@
 //! weights are applied to the values the same way, so that each key and value is loaded once per four heads.
 use std::ops::Range;
 
-use super::simd::{Element, Isa, Portable, Simd, for_each_isa};
 use crate::exp::exponentials;
+use crate::simd::{Element, Isa, Portable, Simd, for_each_isa};
 
 mod products;
 

@@ -1,8 +1,8 @@
 //! Scores of a tile, and its values times their weights: a few heads, tokens and vectors at a time in registers.
 #![allow(clippy::needless_range_loop)] // Indices of register tiles are the maths here, as on paper.
 #![allow(clippy::too_many_arguments)] // The terms of one equation; they are all inlined.
-use super::super::simd::{Element, Simd};
 use super::{Dims, HEADS, TILE};
+use crate::simd::{Element, Simd};
 
 /// Rows to fetch while others are computed: cores wait for memory, not for arithmetic, when contexts are long.
 #[derive(Clone, Copy)]

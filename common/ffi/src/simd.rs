@@ -1,4 +1,4 @@
-//! The few vector operations that the attention loops need, for three kinds of CPU, and the choice between them.
+//! The few vector operations that the loops for few rows need, for three kinds of CPU, and the choice between them.
 //!
 //! Everything here is `#[inline(always)]`: the loops are generic over [`Simd`] and are compiled once per kind inside a
 //! function with that kind's target features.
@@ -58,7 +58,7 @@ pub(crate) trait Simd: Copy {
     fn prefetch<T>(_address: *const T) {}
 }
 
-/// An element of the KV cache.
+/// An element that loops read and write: of the KV cache, of a weight, of a row.
 pub(crate) trait Element: Copy + Send + Sync {
     /// Whether it is bfloat16.
     const IS_BF16: bool = false;
@@ -349,14 +349,14 @@ macro_rules! for_each_isa {
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx2<E: Element>($($arg: $type),*) {
                 // SAFETY: the caller's promise is the same, and this function has the instructions.
-                unsafe { $generic::<crate::cpu_attention::simd::Avx2, E>($($arg),*) }
+                unsafe { $generic::<crate::simd::Avx2, E>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx2,fma")]
             #[allow(clippy::too_many_arguments)]
             unsafe fn avx512<E: Element>($($arg: $type),*) {
                 // SAFETY: the caller's promise is the same, and this function has the instructions.
-                unsafe { $generic::<crate::cpu_attention::simd::Avx512, E>($($arg),*) }
+                unsafe { $generic::<crate::simd::Avx512, E>($($arg),*) }
             }
             match isa {
                 // SAFETY: the caller's promise is the same; the portable loops need no special instruction.
