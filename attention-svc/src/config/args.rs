@@ -3,12 +3,9 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use afd_common::config::choices::LoadFormat;
-use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
+use afd_common::config::shared::{ExpertOptions, TensorOptions};
 use afd_common::config::units::{ByteSize, Span};
-use afd_common::identity::{GatePlacement, SharedExpertPlacement};
-use afd_common::routing::Routing;
 use afd_common::telemetry::LogFormat;
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -17,7 +14,7 @@ use super::choices::{FfnTarget, GraphMode, LinkChoice, StageChoice};
 
 /// Serve a model.
 #[derive(Clone, Debug, Default, PartialEq, Args, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+#[serde(rename_all = "kebab-case", default)]
 pub struct ServeArgs {
     /// Checkpoint folder: config.json, safetensors, tokenizer.json (required)
     #[arg(long, value_name = "DIR", help_heading = "Model")]
@@ -29,16 +26,10 @@ pub struct ServeArgs {
     /// the same on both roles [default: auto]
     #[arg(long, value_name = "TYPE", help_heading = "Model")]
     pub dtype: Option<DtypeChoice>,
-    /// Where tensors live: cpu, or a GPU as cuda:0, whose libraries are loaded when it is asked for [default: cpu]
-    #[arg(long, value_name = "DEVICE", help_heading = "Model")]
-    pub device: Option<DeviceChoice>,
-    /// Where weights come from: auto (the checkpoint) or dummy (random, for benchmarks); the same on both roles
-    /// [default: auto]
-    #[arg(long, value_name = "FORMAT", help_heading = "Model")]
-    pub load_format: Option<LoadFormat>,
-    /// Seed of dummy weights; the same on both roles [default: 0]
-    #[arg(long, value_name = "N", help_heading = "Model")]
-    pub seed: Option<u64>,
+    /// Where tensors come from, and where they live.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tensors: TensorOptions,
     /// Most tokens of prompt and output together [default: the model's, or what fits the KV cache]
     #[arg(long, value_name = "TOKENS", help_heading = "Model")]
     pub max_model_len: Option<usize>,
@@ -103,21 +94,10 @@ pub struct ServeArgs {
     /// gRPC) [default: auto]
     #[arg(long, value_name = "KIND", help_heading = "FFN")]
     pub link: Option<LinkChoice>,
-    /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]
-    #[arg(long, value_name = "SIDE", help_heading = "FFN")]
-    pub gate: Option<GatePlacement>,
-    /// Which side computes the shared experts of a mixture: ffn, or attention, while the FFN computes the routed ones; the
-    /// same on both roles [default: ffn]
-    #[arg(long, value_name = "SIDE", help_heading = "FFN")]
-    pub shared_experts: Option<SharedExpertPlacement>,
-    /// File that says which shard has which experts (JSON or TOML), as ffn-svc place makes it; the same on both roles
-    /// [default: contiguous parts]
-    #[arg(long, value_name = "FILE", help_heading = "FFN")]
-    pub placement: Option<PathBuf>,
-    /// Who chooses experts: model, or balanced, a cycle over all of them (benchmarks only: what comes out is
-    /// meaningless); the same on both roles [default: model]
-    #[arg(long, value_name = "WHO", help_heading = "FFN")]
-    pub routing: Option<Routing>,
+    /// Who chooses experts, who computes them, and where they are.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub experts: ExpertOptions,
     /// File with the token that guards joining, as given to the FFN ranks; attention ranks (--peers) ask each other for it too
     /// [default: none]
     #[arg(long, value_name = "FILE", help_heading = "FFN")]

@@ -1,7 +1,6 @@
 //! How much the process takes on: sequences, tokens, memory, stages, graphs.
 use std::time::Duration;
 
-use afd_common::config::device::DeviceChoice;
 use afd_common::config::option::{OptionError, at_least, refuse, tensor_threads};
 use afd_common::config::units::ByteSize;
 
@@ -87,7 +86,7 @@ impl CapacityConfig {
 }
 
 fn stage_rules(args: &ServeArgs) -> Result<StageRules, OptionError> {
-    let on_cpu = args.device.unwrap_or_default() == DeviceChoice::Cpu;
+    let on_cpu = args.tensors.on_cpu();
     // On a GPU decode steps are captured, for every count of stages, and have one: two would read every expert twice. Prompts
     // of a pair have two where the products are long enough that this costs little.
     let is_apart = args.ffn.as_ref().is_some_and(|target| *target != FfnTarget::Local);

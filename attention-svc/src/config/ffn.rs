@@ -2,7 +2,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use afd_common::config::device::DeviceChoice;
 use afd_common::config::option::{OptionError, client_tls, deployment, join_token, refuse};
 use afd_common::identity::Sides;
 use afd_common::net::tls::{ClientTls, Identity};
@@ -50,7 +49,7 @@ impl FfnConfig {
         };
         let sides = sides(args, &target)?;
         if let Some(link) = args.link.filter(|link| link.needs_gpu())
-            && args.device.unwrap_or_default() == DeviceChoice::Cpu
+            && args.tensors.on_cpu()
         {
             let what =
                 format!("is {link}, which needs attention on a GPU; --device is cpu (cuda:0 is a GPU)");
@@ -61,7 +60,7 @@ impl FfnConfig {
             return refuse("--link", format!("is {link}, and with --ffn local rows go nowhere"));
         }
         // One shard has every expert: there is nothing to place.
-        let placement = args.placement.clone().filter(|_| target != FfnTarget::Local);
+        let placement = args.experts.placement.clone().filter(|_| target != FfnTarget::Local);
         Ok(Self {
             target,
             rank: args.rank.unwrap_or(0),
@@ -69,7 +68,7 @@ impl FfnConfig {
             link,
             sides,
             placement,
-            routing: args.routing.unwrap_or_default(),
+            routing: args.experts.routing.unwrap_or_default(),
             join_token: join_token(args.join_token_file.as_deref())?.unwrap_or_default(),
             tls: ffn_tls(args)?,
             join_timeout: time("--join-timeout", args.join_timeout, 120)?,
@@ -82,10 +81,7 @@ impl FfnConfig {
 }
 
 fn sides(args: &ServeArgs, target: &FfnTarget) -> Result<Sides, OptionError> {
-    let sides = Sides {
-        gate: args.gate.unwrap_or_default(),
-        shared_experts: args.shared_experts.unwrap_or_default(),
-    };
+    let sides = args.experts.sides();
     if sides.shared_on_attention() && *target == FfnTarget::Local {
         let why = "is attention, and --ffn is local: both sides are this process, where they take turns";
         return refuse("--shared-experts", why);

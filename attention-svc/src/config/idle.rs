@@ -1,7 +1,6 @@
 //! Options of `serve` that have no effect beside the others.
-use afd_common::config::choices::LoadFormat;
-use afd_common::config::device::DeviceChoice;
 use afd_common::config::idle::{Idle, Rule, idle};
+use afd_common::config::shared::{ExpertOptions, TensorOptions};
 
 use super::{CapacityConfig, FfnTarget, ServeArgs};
 
@@ -10,7 +9,6 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
     // By name, so that no new option is forgotten: it goes to a rule, or to those that always have an effect.
     let ServeArgs {
         capture_sizes,
-        device,
         ffn,
         ffn_loss_timeout,
         ffn_tls_ca,
@@ -20,17 +18,16 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
         hop_timeout,
         join_timeout,
         link_timeout,
-        load_format,
         max_capture_size,
         peer_timeout,
         peers,
         peers_tls_ca,
-        placement,
-        seed,
         stage_min_decode,
         stage_min_prefill,
         stages,
         warmup_timeout,
+        tensors: tensors @ TensorOptions { seed, device: _, load_format: _ },
+        experts: ExpertOptions { placement, gate: _, routing: _, shared_experts: _ },
         address_file: _,
         advertise: _,
         api_token_file: _,
@@ -40,7 +37,6 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
         deployment: _,
         drain_timeout: _,
         dtype: _,
-        gate: _,
         insecure: _,
         join_token_file: _,
         kv_cache_blocks: _,
@@ -57,9 +53,7 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
         model: _,
         no_prefix_cache: _,
         rank: _,
-        routing: _,
         served_model_name: _,
-        shared_experts: _,
         threads: _,
         tls_cert: _,
         tls_client_ca: _,
@@ -67,7 +61,7 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
         trace_hops_ratio: _,
     } = args;
     let is_local = ffn.as_ref() == Some(&FfnTarget::Local);
-    let on_cpu = device.unwrap_or_default() == DeviceChoice::Cpu;
+    let on_cpu = tensors.on_cpu();
     let one_stage = capacity.stages.max_stages == 1;
     let stage_bounds = [
         ("--stage-min-decode", stage_min_decode.is_some()),
@@ -123,7 +117,7 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
             ],
         },
         Rule {
-            holds: load_format.unwrap_or_default() != LoadFormat::Dummy,
+            holds: !tensors.is_dummy(),
             because: "without --load-format dummy",
             options: &[("--seed", seed.is_some())],
         },

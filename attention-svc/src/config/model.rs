@@ -46,9 +46,9 @@ impl ModelSource {
             folder,
             name,
             dtype: args.dtype.unwrap_or_default(),
-            device: args.device.unwrap_or_default(),
-            load_format: args.load_format.unwrap_or_default(),
-            seed: args.seed.unwrap_or(0),
+            device: args.tensors.device.unwrap_or_default(),
+            load_format: args.tensors.load_format.unwrap_or_default(),
+            seed: args.tensors.seed.unwrap_or(0),
             max_model_len: args.max_model_len,
         })
     }

@@ -1,3 +1,4 @@
+//! Options as they are given, and the configuration or the sentence that comes of them.
 use std::io::Write;
 
 use clap::Parser;

@@ -1,5 +1,5 @@
-//! What a process is told: options and files ([`option`], [`idle`], [`file`], [`choices`], [`units`], [`dtype`], [`device`],
-//! [`threads`]), and what a checkpoint says about itself ([`model`]); as types that cannot be wrong.
+//! What a process is told: options and files ([`shared`], [`option`], [`idle`], [`file`], [`choices`], [`units`], [`dtype`],
+//! [`device`], [`threads`]), and what a checkpoint says about itself ([`model`]); as types that cannot be wrong.
 pub mod choices;
 pub mod device;
 pub mod dtype;
@@ -7,6 +7,7 @@ pub mod file;
 pub mod idle;
 pub mod model;
 pub mod option;
+pub mod shared;
 pub mod threads;
 pub mod units;
 

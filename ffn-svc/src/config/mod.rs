@@ -14,6 +14,7 @@ use afd_common::config::option::{
     OptionError, addresses, at_least, client_tls, deployment, join_token, model_folder, own_certificate,
     refuse, tensor_threads,
 };
+use afd_common::config::shared::{ExpertOptions, TensorOptions};
 use afd_common::config::units::Millis;
 use afd_common::identity::Sides;
 use afd_common::ids::Shard;
@@ -119,7 +120,6 @@ impl ServeOptions {
             key: given.tls_key.clone(),
             client_ca: given.tls_client_ca.clone(),
         };
-        let sides = sides(&given);
         let announce = AnnounceConfig::new(&given, listen, &files)?;
         let gate = join_token.as_ref().map_or_else(Gate::default, JoinToken::gate);
         let log = LogConfig::default();
@@ -134,14 +134,14 @@ impl ServeOptions {
             shard,
             rank: given.rank.unwrap_or(0),
             deployment: deployment(given.deployment.as_deref())?,
-            sides,
-            placement: given.placement.filter(|_| shard != Shard::WHOLE),
-            routing: given.routing.unwrap_or_default(),
+            sides: given.experts.sides(),
+            placement: given.experts.placement.filter(|_| shard != Shard::WHOLE),
+            routing: given.experts.routing.unwrap_or_default(),
             dtype: given.dtype.unwrap_or_default(),
-            device: given.device.unwrap_or_default(),
+            device: given.tensors.device.unwrap_or_default(),
             threads: tensor_threads(given.threads)?,
-            load_format: given.load_format.unwrap_or_default(),
-            seed: given.seed.unwrap_or(0),
+            load_format: given.tensors.load_format.unwrap_or_default(),
+            seed: given.tensors.seed.unwrap_or(0),
             max_tokens_per_stage: at_least(
                 "--max-tokens-per-stage",
                 1,
@@ -177,10 +177,6 @@ impl AnnounceConfig {
     }
 }
 
-fn sides(given: &ServeOptions) -> Sides {
-    Sides { gate: given.gate.unwrap_or_default(), shared_experts: given.shared_experts.unwrap_or_default() }
-}
-
 /// Options that were given and have no effect beside the others.
 fn without_effect(given: &ServeOptions) -> Vec<Idle> {
     // By name, so that no new option is forgotten: it goes to a rule, or to those that always have an effect.
@@ -188,19 +184,16 @@ fn without_effect(given: &ServeOptions) -> Vec<Idle> {
         announce,
         announce_tls_ca,
         board_ms,
-        device,
         inject_delay,
-        load_format,
-        placement,
-        seed,
         shard,
+        tensors: tensors @ TensorOptions { seed, device: _, load_format: _ },
+        experts: ExpertOptions { placement, gate: _, routing: _, shared_experts: _ },
         address_file: _,
         advertise: _,
         config: _,
         deployment: _,
         drain_timeout: _,
         dtype: _,
-        gate: _,
         insecure: _,
         join_token_file: _,
         lease_ms: _,
@@ -211,8 +204,6 @@ fn without_effect(given: &ServeOptions) -> Vec<Idle> {
         max_tokens_per_stage: _,
         model: _,
         rank: _,
-        routing: _,
-        shared_experts: _,
         threads: _,
         tls_cert: _,
         tls_client_ca: _,
@@ -230,12 +221,12 @@ fn without_effect(given: &ServeOptions) -> Vec<Idle> {
             options: &[("--placement", placement.is_some())],
         },
         Rule {
-            holds: load_format.unwrap_or_default() != LoadFormat::Dummy,
+            holds: !tensors.is_dummy(),
             because: "without --load-format dummy",
             options: &[("--seed", seed.is_some())],
         },
         Rule {
-            holds: device.unwrap_or_default() != DeviceChoice::Cpu,
+            holds: !tensors.on_cpu(),
             because: "on what comes over cuda-ipc and nccl (--device)",
             options: &[("--board-ms", board_ms.is_some()), ("--inject-delay", inject_delay.is_some())],
         },

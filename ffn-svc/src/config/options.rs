@@ -3,19 +3,16 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use afd_common::config::choices::LoadFormat;
-use afd_common::config::device::DeviceChoice;
 use afd_common::config::dtype::DtypeChoice;
+use afd_common::config::shared::{ExpertOptions, TensorOptions};
 use afd_common::config::units::{Millis, Span};
-use afd_common::identity::{GatePlacement, SharedExpertPlacement};
 use afd_common::ids::Shard;
-use afd_common::routing::Routing;
 use afd_common::telemetry::LogFormat;
 
 /// Options as given; what is absent here may be in the file, else a default applies. In the file the names are the
 /// same, without dashes in front: `max-tokens-per-stage = 4096`.
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+#[serde(rename_all = "kebab-case", default)]
 pub struct ServeOptions {
     /// Checkpoint folder: config.json, safetensors (required)
     #[arg(long, value_name = "DIR", help_heading = "Model")]
@@ -24,16 +21,10 @@ pub struct ServeOptions {
     /// [default: auto]
     #[arg(long, value_name = "TYPE", help_heading = "Model")]
     pub dtype: Option<DtypeChoice>,
-    /// Where tensors live: cpu, or a GPU as cuda:0, whose libraries are loaded when it is asked for [default: cpu]
-    #[arg(long, value_name = "DEVICE", help_heading = "Model")]
-    pub device: Option<DeviceChoice>,
-    /// Where weights come from: auto (the checkpoint) or dummy (random, for benchmarks); the same on both roles
-    /// [default: auto]
-    #[arg(long, value_name = "FORMAT", help_heading = "Model")]
-    pub load_format: Option<LoadFormat>,
-    /// Seed of dummy weights; the same on both roles [default: 0]
-    #[arg(long, value_name = "N", help_heading = "Model")]
-    pub seed: Option<u64>,
+    /// Where tensors come from, and where they live.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tensors: TensorOptions,
 
     /// Where to listen, for gRPC, links and HTTP alike; port 0 is any free one [default: 127.0.0.1:7001]
     #[arg(long, value_name = "ADDR", help_heading = "Addresses")]
@@ -63,26 +54,16 @@ pub struct ServeOptions {
     #[arg(long, value_name = "FILE", help_heading = "Place")]
     pub announce_tls_ca: Option<PathBuf>,
 
-    /// Which side computes the router of a mixture of experts: ffn or attention; the same on both roles [default: ffn]
-    #[arg(long, value_name = "SIDE", help_heading = "Experts")]
-    pub gate: Option<GatePlacement>,
-    /// Which side computes the shared experts of a mixture: ffn, or attention, while the FFN computes the routed ones; the
-    /// same on both roles [default: ffn]
-    #[arg(long, value_name = "SIDE", help_heading = "Experts")]
-    pub shared_experts: Option<SharedExpertPlacement>,
-    /// File that says which shard has which experts (JSON or TOML), as ffn-svc place makes it; the same on both roles
-    /// [default: contiguous parts]
-    #[arg(long, value_name = "FILE", help_heading = "Experts")]
-    pub placement: Option<PathBuf>,
-    /// Who chooses experts: model, or balanced, a cycle over all of them (benchmarks only: what comes out is
-    /// meaningless); the same on both roles [default: model]
-    #[arg(long, value_name = "WHO", help_heading = "Experts")]
-    pub routing: Option<Routing>,
+    /// Who chooses experts, who computes them, and where they are.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub experts: ExpertOptions,
 
     /// File with the token that attention ranks must present to join, and everybody else as a bearer token [default: none]
     #[arg(long, value_name = "FILE", help_heading = "Safety")]
     pub join_token_file: Option<PathBuf>,
-    /// Certificate of this port, PEM, with what lies between it and its CA: gRPC and links under TLS, read again when it changes
+    /// Certificate of this port, PEM, with what lies between it and its CA: gRPC and links under TLS, read again when
+    /// it changes
     #[arg(long, value_name = "FILE", help_heading = "Safety")]
     pub tls_cert: Option<PathBuf>,
     /// Key of --tls-cert, PEM
