@@ -6,7 +6,7 @@ use axum::extract::ConnectInfo;
 use axum::routing::get;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tonic::{Request, Response, Status};
 
 use super::*;
@@ -50,14 +50,21 @@ struct Served {
     stats: Arc<NetStats>,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<Drained>,
+    /// A request of `/slow` is being answered.
+    slow_began: Arc<Notify>,
 }
 
 async fn serve(links: Option<LinkAcceptor>, options: Options) -> Served {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_service_status("", tonic_health::ServingStatus::Serving).await;
-    let slow = || async {
-        sleep(Duration::from_millis(200)).await;
-        "slow"
+    let slow_began = Arc::<Notify>::default();
+    let began = Arc::clone(&slow_began);
+    let slow = move || {
+        began.notify_one();
+        async {
+            sleep(Duration::from_millis(200)).await;
+            "slow"
+        }
     };
     let router = tonic::service::Routes::new(health)
         .add_service(LayerStageServiceServer::new(Echo))
@@ -71,7 +78,7 @@ async fn serve(links: Option<LinkAcceptor>, options: Options) -> Served {
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let (address, stats, stop) = (listener.address(), listener.stats(), CancellationToken::new());
     let task = tokio::spawn(listener.serve(router, links, options, stop.clone()));
-    Served { address, stats, stop, task }
+    Served { address, stats, stop, task, slow_began }
 }
 
 impl Served {
@@ -306,13 +313,7 @@ async fn a_stop_lets_running_requests_end_and_cuts_what_does_not() {
         idle
     });
     let _idle = idle.await.unwrap();
-    let deadline = Instant::now() + PATIENCE;
-    while served.stats.counts().accepted < 2 {
-        assert!(Instant::now() < deadline);
-        tokio::task::yield_now().await;
-    }
-    // The request is running once its connection was told apart; a moment is enough, and too little would fail below.
-    sleep(Duration::from_millis(50)).await;
+    timeout(PATIENCE, served.slow_began.notified()).await.unwrap();
     assert_eq!(served.stop().await, Drained { cut: 0 });
     assert!(running.await.unwrap().ends_with("slow"));
     assert!(TcpStream::connect(address).await.is_err(), "nothing listens any more");
@@ -326,7 +327,7 @@ async fn a_stop_lets_running_requests_end_and_cuts_what_does_not() {
         let _ = stream.read_to_end(&mut rest).await;
         rest
     });
-    sleep(Duration::from_millis(50)).await;
+    timeout(PATIENCE, served.slow_began.notified()).await.unwrap();
     assert_eq!(served.stop().await, Drained { cut: 1 });
     assert!(running.await.unwrap().is_empty());
 }
