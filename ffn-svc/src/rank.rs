@@ -313,23 +313,13 @@ pub async fn start_with(
 /// How unevenly rows fall on this shard's experts: per layer the busiest expert's rows over the mean.
 fn count_experts(metrics: &Metrics, about: &AboutShard) -> Result<(), MetricError> {
     let (counts, num_layers) = (Arc::clone(about.expert_counts()), about.specs().len());
-    metrics.read_when_asked(
-        ReadKind::Gauge,
-        "afd_ffn_expert_imbalance",
-        "Rows of the busiest local expert over the mean of all local experts, since the start.",
-        &["layer"],
-        move || {
-            let layers = (0..num_layers as u16).map(LayerIdx);
-            layers
-                .filter_map(|layer| {
-                    let rows: Vec<u64> = counts.of_layer(layer).into_iter().map(|(_, rows)| rows).collect();
-                    let (most, sum) = (rows.iter().copied().max()?, rows.iter().sum::<u64>());
-                    (sum > 0).then(|| Sample {
-                        labels: vec![layer.0.to_string()],
-                        value: most as f64 * rows.len() as f64 / sum as f64,
-                    })
-                })
-                .collect()
-        },
-    )
+    let imbalance = move |layer: u16| {
+        let rows: Vec<u64> = counts.of_layer(LayerIdx(layer)).into_iter().map(|(_, rows)| rows).collect();
+        let (most, sum) = (rows.iter().copied().max()?, rows.iter().sum::<u64>());
+        (sum > 0).then(|| Sample::of(layer, most as f64 * rows.len() as f64 / sum as f64))
+    };
+    let help = "Rows of the busiest local expert over the mean of all local experts, since the start.";
+    metrics.read_when_asked(ReadKind::Gauge, "afd_ffn_expert_imbalance", help, &["layer"], move || {
+        (0..num_layers as u16).filter_map(&imbalance).collect()
+    })
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use afd_common::link::Limits;
 use afd_common::net::{Access, Listener, Options};
 use afd_common::process::stop::Told;
-use afd_common::telemetry::metrics::{ReadKind, Sample};
+use afd_common::telemetry::metrics::ReadKind;
 use afd_common::telemetry::{MetricError, Metrics};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -177,23 +177,14 @@ impl Server {
 }
 
 fn count(metrics: &Metrics, listener: &Listener, sessions: &Arc<Sessions>) -> Result<(), MetricError> {
-    let one = |value: f64| vec![Sample { labels: Vec::new(), value }];
     let live = Arc::downgrade(sessions);
-    let count = move || live.upgrade().map_or(0, |sessions| sessions.len());
-    metrics.read_when_asked(
-        ReadKind::Gauge,
-        "afd_ffn_sessions",
-        "Attention ranks that have joined.",
-        &[],
-        move || one(count() as f64),
-    )?;
+    let help = "Attention ranks that have joined.";
+    metrics.read_one_when_asked(ReadKind::Gauge, "afd_ffn_sessions", help, move || {
+        live.upgrade().map_or(0, |sessions| sessions.len()) as f64
+    })?;
     let port = listener.stats();
     port.count_access(metrics)?;
-    metrics.read_when_asked(
-        ReadKind::Gauge,
-        "afd_connections_open",
-        "Connections that are open.",
-        &[],
-        move || one(port.counts().open as f64),
-    )
+    let help = "Connections that are open.";
+    let open = move || port.counts().open as f64;
+    metrics.read_one_when_asked(ReadKind::Gauge, "afd_connections_open", help, open)
 }

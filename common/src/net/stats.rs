@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::telemetry::metrics::{ReadKind, Sample};
+use crate::telemetry::metrics::ReadKind;
 use crate::telemetry::{MetricError, Metrics};
 
 /// Counters of a port.
@@ -51,20 +51,14 @@ impl NetStats {
     /// # Errors
     /// When a metric of the same name is registered already.
     pub fn count_access(self: &Arc<Self>, metrics: &Metrics) -> Result<(), MetricError> {
-        let one = |value: u64| vec![Sample { labels: Vec::new(), value: value as f64 }];
-        let (tls, asked) = (Arc::clone(self), Arc::clone(self));
+        let show = |name: &str, help: &str, read: fn(NetCounts) -> u64| {
+            let stats = Arc::clone(self);
+            metrics.read_one_when_asked(ReadKind::Counter, name, help, move || read(stats.counts()) as f64)
+        };
         let help = "Connections without a TLS handshake where one was asked for.";
-        metrics.read_when_asked(
-            ReadKind::Counter,
-            "afd_tls_handshakes_failed_total",
-            help,
-            &[],
-            move || one(tls.counts().handshakes_failed),
-        )?;
+        show("afd_tls_handshakes_failed_total", help, |counts| counts.handshakes_failed)?;
         let help = "Requests and links refused for want of a token or a client certificate.";
-        metrics.read_when_asked(ReadKind::Counter, "afd_unauthenticated_total", help, &[], move || {
-            one(asked.counts().unauthenticated)
-        })
+        show("afd_unauthenticated_total", help, |counts| counts.unauthenticated)
     }
 
     pub(super) fn opened(&self) {

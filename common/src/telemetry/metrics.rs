@@ -51,6 +51,13 @@ pub struct Sample {
     pub value: f64,
 }
 
+impl Sample {
+    /// With the value of a single label.
+    pub fn of(label: impl ToString, value: f64) -> Self {
+        Self { labels: vec![label.to_string()], value }
+    }
+}
+
 impl Metrics {
     /// A registry with nothing in it.
     pub fn new() -> Self {
@@ -114,6 +121,18 @@ impl Metrics {
         let collector = desc.map(|desc| ReadWhenAsked { desc, kind, read: Box::new(read) });
         let failed = |source| MetricError { name: name.into(), source };
         self.registry.register(Box::new(collector.map_err(failed)?)).map_err(failed)
+    }
+
+    /// The same of a single number, which has no labels.
+    pub fn read_one_when_asked(
+        &self,
+        kind: ReadKind,
+        name: &str,
+        help: &str,
+        read: impl Fn() -> f64 + Send + Sync + 'static,
+    ) -> Result<(), MetricError> {
+        let read = move || vec![Sample { labels: Vec::new(), value: read() }];
+        self.read_when_asked(kind, name, help, &[], read)
     }
 
     /// Everything, as Prometheus reads it.

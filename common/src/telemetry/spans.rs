@@ -201,10 +201,7 @@ impl SpanSink {
         let help = "Spans by what became of them: exported, failed (the collector did not take them), dropped (the queue was full).";
         metrics.read_when_asked(ReadKind::Counter, "afd_spans_total", help, &["outcome"], move || {
             [("exported", &counts.exported), ("failed", &counts.failed), ("dropped", &counts.dropped)]
-                .map(|(outcome, count)| Sample {
-                    labels: vec![outcome.into()],
-                    value: count.load(Relaxed) as f64,
-                })
+                .map(|(outcome, count)| Sample::of(outcome, count.load(Relaxed) as f64))
                 .into()
         })
     }

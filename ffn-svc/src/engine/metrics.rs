@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use afd_common::link::book::LinkBook;
 use afd_common::telemetry::metrics::{
-    Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, ReadKind, SECONDS, Sample,
+    Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, ReadKind, SECONDS,
 };
 use afd_common::telemetry::{MetricError, Metrics};
 
@@ -63,24 +63,17 @@ impl EngineMetrics {
     /// When a name is taken there.
     pub fn new(metrics: &Metrics) -> Result<Self, MetricError> {
         let seconds = |name: &str, help: &str| metrics.histogram(name, help, &SECONDS);
-        let (busy_us, book) = (Arc::<AtomicU64>::default(), Arc::<LinkBook>::default());
-        let busy = Arc::clone(&busy_us);
-        metrics.read_when_asked(
-            ReadKind::Counter,
-            "afd_ffn_busy_seconds_total",
-            "Time spent computing and sending; its rate is the busy ratio.",
-            &[],
-            move || vec![Sample { labels: Vec::new(), value: busy.load(Relaxed) as f64 / 1e6 }],
-        )?;
-        let idle_us = Arc::<AtomicU64>::default();
-        let idle = Arc::clone(&idle_us);
-        metrics.read_when_asked(
-            ReadKind::Counter,
-            "afd_ffn_idle_seconds_total",
-            "Time with nothing to run while a step was under way: the FFN's bubble.",
-            &[],
-            move || vec![Sample { labels: Vec::new(), value: idle.load(Relaxed) as f64 / 1e6 }],
-        )?;
+        let time = |name: &str, help: &str| {
+            let us = Arc::<AtomicU64>::default();
+            let read = Arc::clone(&us);
+            let seconds = move || read.load(Relaxed) as f64 / 1e6;
+            metrics.read_one_when_asked(ReadKind::Counter, name, help, seconds).map(|()| us)
+        };
+        let help = "Time spent computing and sending; its rate is the busy ratio.";
+        let busy_us = time("afd_ffn_busy_seconds_total", help)?;
+        let help = "Time with nothing to run while a step was under way: the FFN's bubble.";
+        let idle_us = time("afd_ffn_idle_seconds_total", help)?;
+        let book = Arc::<LinkBook>::default();
         LinkBook::show(&book, metrics)?;
         let refused = metrics.counters(
             "afd_ffn_hops_refused_total",
