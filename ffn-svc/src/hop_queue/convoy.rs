@@ -191,10 +191,13 @@ impl Convoys {
             self.lanes.iter_mut().for_each(|lane| lane.convoy = None);
             return None;
         }
-        let boarding = (0..super::MAX_STAGES).filter_map(|stage| self.board(stage, now_us));
-        let boarding: Option<u64> = boarding.collect::<Vec<_>>().into_iter().min();
-        let gathering = self.convoys().into_iter().filter_map(|convoy| self.gather(convoy, now_us)).min();
-        [boarding, gathering].into_iter().flatten().min()
+        let mut until_us = (0..super::MAX_STAGES).filter_map(|stage| self.board(stage, now_us)).min();
+        let mut next = 0;
+        while let Some(convoy) = self.convoy_from(next) {
+            until_us = until_us.into_iter().chain(self.gather(convoy, now_us)).min();
+            next = convoy + 1;
+        }
+        until_us
     }
 
     /// Boards layer 0 for one stage, or holds who is there until the rest is. Returns the end of that.
@@ -224,12 +227,10 @@ impl Convoys {
         None
     }
 
-    /// Convoys on their way.
-    fn convoys(&self) -> Vec<u64> {
-        let mut convoys: Vec<u64> = self.lanes.iter().filter_map(|lane| Some(lane.convoy?.0)).collect();
-        convoys.sort_unstable();
-        convoys.dedup();
-        convoys
+    /// The first convoy on its way whose number is `least` or more.
+    fn convoy_from(&self, least: u64) -> Option<u64> {
+        let convoys = self.lanes.iter().filter_map(|lane| Some(lane.convoy?.0));
+        convoys.filter(|convoy| *convoy >= least).min()
     }
 
     /// Holds the members of a convoy that are there until all are, or too late. Returns the end of that.
@@ -362,5 +363,4 @@ fn mix(mean: &mut Option<f64>, new: f64) {
 }
 
 #[cfg(test)]
-#[path = "convoy_tests.rs"]
 mod tests;

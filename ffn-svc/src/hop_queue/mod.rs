@@ -133,11 +133,6 @@ impl<T> HopQueue<T> {
         self.len == 0
     }
 
-    /// Hops that wait at a layer; 0 for a layer that does not exist.
-    pub fn waiting_at(&self, layer: LayerIdx) -> usize {
-        self.layers.get(usize::from(layer.0)).map_or(0, Vec::len)
-    }
-
     /// Hops of a link that wait.
     pub fn waiting_of(&self, source: SourceId) -> usize {
         self.links.iter().find(|state| state.id == source).map_or(0, |state| state.queued)
