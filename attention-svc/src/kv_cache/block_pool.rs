@@ -2,8 +2,7 @@
 use std::collections::HashMap;
 
 use super::free_list::FreeList;
-use super::{BlockTable, PrefixKey};
-use crate::model::BlockId;
+use super::{BlockId, BlockTable, PrefixKey};
 
 /// Counts references and hands out blocks.
 ///

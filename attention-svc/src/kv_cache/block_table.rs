@@ -1,5 +1,8 @@
 //! The blocks of one sequence, in the order of its tokens.
-use crate::model::BlockId;
+
+/// Names one block of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockId(pub u32);
 
 /// Made empty, filled and emptied by a [`BlockPool`](super::BlockPool), which counts every reference in it. It cannot be
 /// cloned, and dropping one that still holds blocks is a leak that debug builds refuse.

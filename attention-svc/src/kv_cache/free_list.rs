@@ -1,6 +1,6 @@
 //! The blocks nobody uses, in the order in which they will be used again: a doubly linked list over block numbers, so
 //! that a cached block can be taken out of the middle at once.
-use crate::model::BlockId;
+use super::BlockId;
 
 const NONE: u32 = u32::MAX;
 

@@ -12,5 +12,5 @@ mod free_list;
 mod prefix;
 
 pub use block_pool::{BlockPool, PrefixHits};
-pub use block_table::BlockTable;
+pub use block_table::{BlockId, BlockTable};
 pub use prefix::{PrefixChain, PrefixKey};

@@ -1,8 +1,5 @@
 //! What the engine hands to the model: the rows of a stage, and whose they are.
-
-/// Names one block of the KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockId(pub u32);
+use crate::kv_cache::BlockId;
 
 /// The rows of one stage: the new tokens of some sequences, one after the other.
 #[derive(Clone, Debug, Default)]

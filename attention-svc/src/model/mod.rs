@@ -41,7 +41,8 @@ use prompts::Prompts;
 use rope::Rope;
 use rows::{Norm, rms_norm};
 
-pub use batch::{BlockId, SequenceRows, StageBatch};
+pub use crate::kv_cache::BlockId;
+pub use batch::{SequenceRows, StageBatch};
 pub use error::ModelError;
 pub use kv::{KvCache, bytes_per_block};
 pub use on_device::{AttentionShape, KernelAttention, KernelLayer, KernelModel, KernelShape, NoKernels};
