@@ -203,21 +203,7 @@ impl Generation {
                 // The engine watches the deadline too; this is for when it is waiting itself.
                 Some(deadline) => match tokio::time::timeout_at(deadline.into(), next).await {
                     Ok(event) => event,
-                    Err(_) => {
-                        let waits_for_text = self.sequences.iter().any(|s| !s.done && !s.stopped);
-                        let stopped = self.sequences.iter().position(|s| !s.done && s.stopped);
-                        return Some(match stopped {
-                            Some(index) if !waits_for_text => Ok(self.last_of_stopped(index, None)),
-                            _ => {
-                                self.failed = true;
-                                let late = self.late();
-                                if let Some(span) = &mut self.span {
-                                    span.handle_failed(&late);
-                                }
-                                Err(late)
-                            }
-                        });
-                    }
+                    Err(_) => return Some(self.handle_deadline()),
                 },
             };
             let (index, event) = event?;
@@ -246,6 +232,23 @@ impl Generation {
             }
             return Some(update);
         }
+    }
+
+    /// The deadline has passed: an error, unless all that is missing is the engine's last word on stopped sequences.
+    fn handle_deadline(&mut self) -> Result<Update, ApiError> {
+        let waits_for_text = self.sequences.iter().any(|s| !s.done && !s.stopped);
+        let stopped = self.sequences.iter().position(|s| !s.done && s.stopped);
+        if let Some(index) = stopped.filter(|_| !waits_for_text) {
+            return Ok(self.last_of_stopped(index, None));
+        }
+        self.failed = true;
+        self.api.counts.failed("deadline_exceeded");
+        let waited_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let late = SequenceError::DeadlineExceeded { waited_ms }.into();
+        if let Some(span) = &mut self.span {
+            span.handle_failed(&late);
+        }
+        Err(late)
     }
 
     fn update(&mut self, index: usize, event: SequenceEvent) -> Result<Update, ApiError> {
@@ -325,12 +328,6 @@ impl Generation {
             elapsed_ms = elapsed.as_millis() as u64,
             "sequence finished"
         );
-    }
-
-    fn late(&self) -> ApiError {
-        self.api.counts.failed("deadline_exceeded");
-        let waited_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        SequenceError::DeadlineExceeded { waited_ms }.into()
     }
 }
 

@@ -144,10 +144,26 @@ impl Membership {
             Some(_) => Caller::Member,
             None => Caller::Stranger(address),
         };
-        let v1::AnnounceRequest { identity, address, shard, fingerprint } = request.into_inner();
         let announced = self.announced.as_ref().ok_or_else(|| {
             Status::failed_precondition("this attention rank has its FFN in its own process (--ffn local)")
         })?;
+        let peer = self.checked(request.into_inner())?;
+        let rank = peer.identity.as_ref().map_or(0, |identity| identity.rank);
+        let address = peer.address.clone();
+        match announced.handle_announce(peer, caller, &self.used_names, Instant::now()) {
+            Err(full) => return Err(Status::resource_exhausted(full.to_string())),
+            Ok(true) => tracing::info!(address, rank, "an FFN rank announces itself"),
+            Ok(false) => {}
+        }
+        Ok(v1::AnnounceResponse {
+            identity: Some(self.peers.identity().clone()),
+            forgotten_after_ms: FORGOTTEN_AFTER.as_millis() as u32,
+        })
+    }
+
+    /// The rank that announces itself, if it can be one of this deployment's.
+    fn checked(&self, request: v1::AnnounceRequest) -> Result<v1::AnnouncedPeer, Status> {
+        let v1::AnnounceRequest { identity, address, shard, fingerprint } = request;
         let identity = identity.ok_or_else(|| invalid("identity", "missing"))?;
         if identity.role() != v1::Role::Ffn {
             let role = spelling::role(identity.role);
@@ -184,17 +200,7 @@ impl Membership {
                 )));
             }
         }
-        let rank = identity.rank;
-        let peer = v1::AnnouncedPeer { identity: Some(identity), address: address.clone(), shard };
-        match announced.handle_announce(peer, caller, &self.used_names, Instant::now()) {
-            Err(full) => return Err(Status::resource_exhausted(full.to_string())),
-            Ok(true) => tracing::info!(address, rank, "an FFN rank announces itself"),
-            Ok(false) => {}
-        }
-        Ok(v1::AnnounceResponse {
-            identity: Some(self.peers.identity().clone()),
-            forgotten_after_ms: FORGOTTEN_AFTER.as_millis() as u32,
-        })
+        Ok(v1::AnnouncedPeer { identity: Some(identity), address, shard })
     }
 
     fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<v1::LeaveResponse, Status> {

@@ -73,6 +73,43 @@ pub enum AttentionShape {
     Mla(MlaSizes),
 }
 
+impl KernelShape {
+    fn of(model: &AttentionModel, cache: &KvCache) -> Result<Self, NoKernels> {
+        let config = &model.config;
+        let Some(first) = model.layers.first() else {
+            return Err(NoKernels::Unsupported("a model without layers"));
+        };
+        let (attention, scale) = match (&config.attention, &first.attention) {
+            (AttentionConfig::Gqa(gqa), Block::Gqa(block)) => {
+                let (heads, kv, dim) = (gqa.num_heads, gqa.num_kv_heads, gqa.head_dim);
+                (AttentionShape::Gqa { heads, kv, dim }, block.scale())
+            }
+            (AttentionConfig::Mla(mla), Block::Mla(block)) => {
+                let sizes = MlaSizes {
+                    heads: mla.num_heads,
+                    latent: mla.kv_lora_rank,
+                    rope: model.rope.dim,
+                    nope: mla.qk_nope_head_dim,
+                    value: mla.v_head_dim,
+                };
+                (AttentionShape::Mla(sizes), block.scale())
+            }
+            _ => return Err(NoKernels::Unsupported("mixed kinds of attention")),
+        };
+        Ok(Self {
+            hidden: config.hidden_size,
+            vocab: config.vocab_size,
+            epsilon: config.rms_norm_eps as f32,
+            max_model_len: model.max_model_len,
+            block_size: cache.block_size(),
+            scale: scale as f32,
+            rotary: model.rope.dim,
+            interleaved: model.rope.pairing == Pairing::Neighbours,
+            attention,
+        })
+    }
+}
+
 /// One layer.
 #[derive(Debug)]
 pub struct KernelLayer {
@@ -89,6 +126,48 @@ pub struct KernelLayer {
 }
 
 impl KernelLayer {
+    fn new(
+        device: &Device,
+        layer: &Layer,
+        cache: &LayerCache,
+        shape: AttentionShape,
+    ) -> Result<Self, NoKernels> {
+        let norm = |norm: &Norm| region(device, norm.tensor());
+        let (projection, out, attention) = match (&layer.attention, cache) {
+            (Block::Gqa(block), LayerCache::Gqa { keys, values }) => {
+                let Some((projection, norms, out)) = block.for_kernels() else {
+                    return Err(NoKernels::Unsupported("biases, clipping or a norm over all heads"));
+                };
+                let norms = norms.map(|(query, key)| Ok::<_, FfiError>((norm(query)?, norm(key)?)));
+                let attention = KernelAttention::Gqa {
+                    norms: norms.transpose()?,
+                    keys: region(device, keys)?,
+                    values: region(device, values)?,
+                };
+                (projection, out, attention)
+            }
+            (Block::Mla(block), LayerCache::Mla(cache)) => {
+                let Some((projection, kv_norm, up, out)) = block.for_kernels() else {
+                    return Err(NoKernels::Unsupported("biases or a query latent"));
+                };
+                let attention = KernelAttention::Mla {
+                    norm: norm(kv_norm)?,
+                    up: region(device, &up_by_product(up, shape)?)?,
+                    cache: region(device, cache)?,
+                };
+                (projection, out, attention)
+            }
+            _ => return Err(NoKernels::Unsupported("a cache of another kind of attention")),
+        };
+        Ok(Self {
+            input_norm: norm(&layer.input_norm)?,
+            post_norm: norm(&layer.post_norm)?,
+            projection: region(device, projection)?,
+            out: region(device, out)?,
+            attention,
+        })
+    }
+
     /// Those that are read behind the write to the cache, and what is read `behind` them.
     pub fn behind_the_write<'a>(&'a self, behind: Option<&'a Region>) -> Ahead<'a> {
         let up = match &self.attention {
@@ -150,86 +229,10 @@ impl KernelModel {
     /// [`NoKernels`].
     pub fn new(device: &Device, model: &AttentionModel, cache: &KvCache) -> Result<Self, NoKernels> {
         let _no_grad = tch::no_grad_guard();
-        let unsupported = |what| Err(NoKernels::Unsupported(what));
-        if model.kind() != Kind::BFloat16 {
-            return unsupported("other types than bfloat16");
-        }
-        if model.layers.iter().any(|layer| layer.mixture.gate.is_some()) {
-            return unsupported("the gate on attention");
-        }
-        if model.layers.iter().any(|layer| layer.mixture.shared_experts.is_some()) {
-            return unsupported("shared experts of these sizes on attention");
-        }
-        if (0..model.layers.len()).any(|i| model.routes_by_token(LayerIdx(i as u16))) {
-            return unsupported("routing by token id");
-        }
-        let config = &model.config;
-        let Some(first) = model.layers.first() else { return unsupported("a model without layers") };
-        let (attention_shape, scale) = match (&config.attention, &first.attention) {
-            (AttentionConfig::Gqa(gqa), Block::Gqa(block)) => {
-                let (heads, kv, dim) = (gqa.num_heads, gqa.num_kv_heads, gqa.head_dim);
-                (AttentionShape::Gqa { heads, kv, dim }, block.scale())
-            }
-            (AttentionConfig::Mla(mla), Block::Mla(block)) => {
-                let sizes = MlaSizes {
-                    heads: mla.num_heads,
-                    latent: mla.kv_lora_rank,
-                    rope: model.rope.dim,
-                    nope: mla.qk_nope_head_dim,
-                    value: mla.v_head_dim,
-                };
-                (AttentionShape::Mla(sizes), block.scale())
-            }
-            _ => return unsupported("mixed kinds of attention"),
-        };
-        let layer_of = |(layer, cache): (&Layer, &LayerCache)| -> Result<KernelLayer, NoKernels> {
-            let norm = |norm: &Norm| region(device, norm.tensor());
-            let (projection, out, attention) = match (&layer.attention, cache) {
-                (Block::Gqa(block), LayerCache::Gqa { keys, values }) => {
-                    let Some((projection, norms, out)) = block.for_kernels() else {
-                        return Err(NoKernels::Unsupported("biases, clipping or a norm over all heads"));
-                    };
-                    let norms = norms.map(|(query, key)| Ok::<_, FfiError>((norm(query)?, norm(key)?)));
-                    let attention = KernelAttention::Gqa {
-                        norms: norms.transpose()?,
-                        keys: region(device, keys)?,
-                        values: region(device, values)?,
-                    };
-                    (projection, out, attention)
-                }
-                (Block::Mla(block), LayerCache::Mla(cache)) => {
-                    let Some((projection, kv_norm, up, out)) = block.for_kernels() else {
-                        return Err(NoKernels::Unsupported("biases or a query latent"));
-                    };
-                    let attention = KernelAttention::Mla {
-                        norm: norm(kv_norm)?,
-                        up: region(device, &up_by_product(up, attention_shape)?)?,
-                        cache: region(device, cache)?,
-                    };
-                    (projection, out, attention)
-                }
-                _ => return Err(NoKernels::Unsupported("a cache of another kind of attention")),
-            };
-            Ok(KernelLayer {
-                input_norm: norm(&layer.input_norm)?,
-                post_norm: norm(&layer.post_norm)?,
-                projection: region(device, projection)?,
-                out: region(device, out)?,
-                attention,
-            })
-        };
-        let layers = model.layers.iter().zip(cache.layers()).map(layer_of);
-        let shape = KernelShape {
-            hidden: config.hidden_size,
-            vocab: config.vocab_size,
-            epsilon: config.rms_norm_eps as f32,
-            max_model_len: model.max_model_len,
-            block_size: cache.block_size(),
-            scale: scale as f32,
-            rotary: model.rope.dim,
-            interleaved: model.rope.pairing == Pairing::Neighbours,
-            attention: attention_shape,
-        };
+        check(model)?;
+        let shape = KernelShape::of(model, cache)?;
+        let layers = model.layers.iter().zip(cache.layers());
+        let layers = layers.map(|(layer, cache)| KernelLayer::new(device, layer, cache, shape.attention));
         Ok(Self {
             embedding: region(device, &model.embedding)?,
             head: region(device, model.head.weight())?,
@@ -245,6 +248,24 @@ impl KernelModel {
     pub fn has_shared(&self, index: usize) -> bool {
         self.shared.as_ref().is_some_and(|shared| shared.has(LayerIdx(index as u16)))
     }
+}
+
+/// Refuses what the kernels are not made for, beside what [`KernelShape`] and [`KernelLayer`] find.
+fn check(model: &AttentionModel) -> Result<(), NoKernels> {
+    let unsupported = |what| Err(NoKernels::Unsupported(what));
+    if model.kind() != Kind::BFloat16 {
+        return unsupported("other types than bfloat16");
+    }
+    if model.layers.iter().any(|layer| layer.mixture.gate.is_some()) {
+        return unsupported("the gate on attention");
+    }
+    if model.layers.iter().any(|layer| layer.mixture.shared_experts.is_some()) {
+        return unsupported("shared experts of these sizes on attention");
+    }
+    if (0..model.layers.len()).any(|i| model.routes_by_token(LayerIdx(i as u16))) {
+        return unsupported("routing by token id");
+    }
+    Ok(())
 }
 
 /// [`KernelAttention::Mla::up`] of W_UK and W_UV, `[heads * (nope + value), latent]`.

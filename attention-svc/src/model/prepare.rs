@@ -10,7 +10,7 @@ use afd_common::ids::LayerIdx;
 use afd_ffi::Crew;
 use afd_ffi::cpu_attention::{PagedRow, PagedRows};
 use afd_ffi::cpu_rows::RopeRows;
-use tch::{Device, Tensor};
+use tch::{Device, TchError, Tensor};
 
 use super::batch::{SequenceRows, StageBatch};
 use super::device_rows::{DeviceRows, SpanNumbers};
@@ -101,27 +101,16 @@ impl PreparedStage {
         let mut index = Vec::new();
         let mut gathered = Vec::new();
         for sequence in &batch.sequences {
-            let &SequenceRows { start, len, context_len, ref block_table } = sequence;
+            let &SequenceRows { start, len, context_len, .. } = sequence;
             if prefers_direct(len, context_len) {
-                let from = direct.blocks.len();
-                direct.blocks.extend(block_table.iter().map(|block| block.0));
                 let first = match numbering {
                     Numbering::Stage => start,
                     Numbering::DirectOnly => direct.rows.len(),
                 };
+                add_direct(&mut direct, sequence, first);
                 index.extend((start..start + len).map(|row| row as i64));
-                direct.rows.extend((0..len).map(|i| PagedRow {
-                    row: first + i,
-                    table: from..direct.blocks.len(),
-                    num_tokens: context_len - len + i + 1,
-                }));
             } else {
-                let last_block = block_table.iter().map(|block| block.0).max().unwrap_or_default();
-                let blocks: Vec<i64> = block_table.iter().map(|block| i64::from(block.0)).collect();
-                let blocks = Tensor::f_from_slice(&blocks)
-                    .and_then(|blocks| blocks.f_to_device(device))
-                    .map_err(&failed)?;
-                gathered.push(GatheredRows { start, len, context_len, blocks, last_block });
+                gathered.push(GatheredRows::new(sequence, device).map_err(&failed)?);
             }
         }
         let slots = batch.slot_mapping.clone();
@@ -160,7 +149,7 @@ impl PreparedStage {
         slots: Vec<i64>,
         direct: PagedRows,
         device: Option<Device>,
-    ) -> Result<Self, tch::TchError> {
+    ) -> Result<Self, TchError> {
         let (cos, sin) = rope.rows(positions)?;
         let on_device =
             device.map(|device| DeviceRows::new(device, (&cos, &sin), (&slots, positions), &direct, vec![]));
@@ -228,6 +217,28 @@ impl PreparedStage {
     pub(super) fn rope<'a>(&'a self, rope: &Rope) -> RopeRows<'a> {
         RopeRows { cos: &self.cos, sin: &self.sin, half: rope.dim / 2, pairing: rope.pairing }
     }
+}
+
+impl GatheredRows {
+    fn new(sequence: &SequenceRows, device: Device) -> Result<Self, TchError> {
+        let &SequenceRows { start, len, context_len, ref block_table } = sequence;
+        let last_block = block_table.iter().map(|block| block.0).max().unwrap_or_default();
+        let blocks: Vec<i64> = block_table.iter().map(|block| i64::from(block.0)).collect();
+        let blocks = Tensor::f_from_slice(&blocks)?.f_to_device(device)?;
+        Ok(Self { start, len, context_len, blocks, last_block })
+    }
+}
+
+/// Adds the rows of a sequence, which are numbered from `first` on.
+fn add_direct(direct: &mut PagedRows, sequence: &SequenceRows, first: usize) {
+    let &SequenceRows { len, context_len, ref block_table, .. } = sequence;
+    let from = direct.blocks.len();
+    direct.blocks.extend(block_table.iter().map(|block| block.0));
+    direct.rows.extend((0..len).map(|i| PagedRow {
+        row: first + i,
+        table: from..direct.blocks.len(),
+        num_tokens: context_len - len + i + 1,
+    }));
 }
 
 /// Slots and blocks are compared with the cache when they are used.

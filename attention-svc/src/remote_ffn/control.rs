@@ -8,6 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use afd_common::frame::RowType;
+use afd_common::ids::Shard;
+use afd_common::link::LinkKind;
 use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::spelling;
@@ -181,21 +184,7 @@ impl<'a> Control<'a> {
         let (abandon, abandoned) = mpsc::channel(1);
         let life = Arc::new(Life::new(shared.started));
         let control = EdgeControl { plans: plan_sender, abandon, life: Arc::clone(&life) };
-        let named = Arc::clone(&peer);
-        let (kind, up) = match link {
-            Opened::Host(link) => {
-                let (kind, control) = (link.limits().kind, Some(control));
-                let (hop_seconds, draining, warm_up) = (None, false, None);
-                let edge =
-                    Edge { id, peer, shard, combine_dtype, link, control, hop_seconds, draining, warm_up };
-                (kind, EdgeEvent::Up(edge))
-            }
-            Opened::Stream(link) => {
-                let kind = link.kind;
-                let edge = StreamEdge { id, peer, shard, link, control, stats: None, draining: false };
-                (kind, EdgeEvent::StreamUp(Box::new(edge)))
-            }
-        };
+        let (kind, up) = edge(id, Arc::clone(&peer), shard, combine_dtype, link, control);
         let served = self.peer.borrow().served.filter(|served| *served != shard);
         if let Some(was) = served {
             tracing::warn!(peer = %address, %was, is = %shard, "FFN rank has come back as another shard");
@@ -205,9 +194,33 @@ impl<'a> Control<'a> {
         let lease = Duration::from_millis(joined.lease_ms.max(100).into());
         let steps_may_fail = kind.is_stream_driven();
         let last_hop = (0, 0, 0);
-        let talk = Talk { id, peer: named, shard, shared, life, lease, to_rank, steps_may_fail, last_hop };
+        let talk = Talk { id, peer, shard, shared, life, lease, to_rank, steps_may_fail, last_hop };
         let why = talk.run(plans, abandoned, steps.into_inner(), stop).await;
         shared.tell(EdgeEvent::Down { id, why: why.clone() });
         Err(SessionError::Broken(why))
+    }
+}
+
+/// The engine's end of an opened link, and the link's kind.
+fn edge(
+    id: EdgeId,
+    peer: Arc<str>,
+    shard: Shard,
+    combine_dtype: RowType,
+    link: Opened,
+    control: EdgeControl,
+) -> (LinkKind, EdgeEvent) {
+    match link {
+        Opened::Host(link) => {
+            let (kind, control) = (link.limits().kind, Some(control));
+            let (hop_seconds, draining, warm_up) = (None, false, None);
+            let edge = Edge { id, peer, shard, combine_dtype, link, control, hop_seconds, draining, warm_up };
+            (kind, EdgeEvent::Up(edge))
+        }
+        Opened::Stream(link) => {
+            let kind = link.kind;
+            let edge = StreamEdge { id, peer, shard, link, control, stats: None, draining: false };
+            (kind, EdgeEvent::StreamUp(Box::new(edge)))
+        }
     }
 }

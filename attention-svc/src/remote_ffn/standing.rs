@@ -365,6 +365,7 @@ mod tests {
             "{said}"
         );
     }
+
     #[test]
     fn where_nobody_is_named_the_option_is_by_which_they_come() {
         let (started, unresolved) = (Instant::now(), BTreeMap::new());

@@ -57,7 +57,41 @@ pub(super) async fn open(
     loaded: &Loaded,
     by: &ServedBy,
 ) -> Result<(Way, Running), ServeError> {
-    let port = PortSettings {
+    let port = port_settings(config, loaded);
+    let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
+    match &config.ffn.target {
+        FfnTarget::Local if let Some(gpu) = &loaded.gpu => {
+            if loaded.experts.routing == Routing::Balanced {
+                let what = "is balanced, which needs an FFN engine: --device cpu, or FFN ranks";
+                return Ok(refuse("--routing", what)?);
+            }
+            let sides = loaded.experts.sides;
+            let model =
+                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, sides, Some(gpu.device()))?;
+            let port = LocalFfn::new(gpu.device(), gpu.stream(), model)?;
+            Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
+        }
+        FfnTarget::Local => {
+            let engine = local_engine(loaded, max_rows)?;
+            let credits = config.capacity.stages.max_stages as u32;
+            let spans = &config.trace.spans;
+            let (way, traces) = connect::in_process(&engine, port, credits, max_rows, spans)
+                .map_err(|e| ServeError::LocalEngine(e.to_string()))?;
+            Ok((way, Running::Local { engine: Box::new(engine), traces }))
+        }
+        FfnTarget::Remote(names) => {
+            let control = control_settings(config, loaded, by, max_rows);
+            let (way, directory) = connect::remote(names.clone(), control, port);
+            let stop = CancellationToken::new();
+            let task = tokio::spawn(Arc::clone(&directory).run(stop.clone()));
+            let join_timeout = config.ffn.join_timeout;
+            Ok((way, Running::Remote { directory, task, stop, join_timeout }))
+        }
+    }
+}
+
+fn port_settings(config: &ServeConfig, loaded: &Loaded) -> PortSettings {
+    PortSettings {
         hidden_size: u32::try_from(loaded.config.hidden_size).unwrap_or(u32::MAX),
         rows: loaded.rows,
         rank: config.ffn.rank,
@@ -73,52 +107,26 @@ pub(super) async fn open(
             num_layers: u16::try_from(loaded.config.num_layers()).unwrap_or(u16::MAX),
             patience: config.ffn.hop_timeout,
         }),
-    };
-    let max_rows = u32::try_from(config.capacity.max_num_batched_tokens).unwrap_or(u32::MAX);
-    let credits = config.capacity.stages.max_stages as u32;
-    match &config.ffn.target {
-        FfnTarget::Local if let Some(gpu) = &loaded.gpu => {
-            if loaded.experts.routing == Routing::Balanced {
-                let what = "is balanced, which needs an FFN engine: --device cpu, or FFN ranks";
-                return Ok(refuse("--routing", what)?);
-            }
-            let sides = loaded.experts.sides;
-            let model =
-                DeviceModel::load(&loaded.config, &loaded.weights, Shard::WHOLE, sides, Some(gpu.device()))?;
-            let port = LocalFfn::new(gpu.device(), gpu.stream(), model)?;
-            Ok((connect::on_thread(Box::new(port)), Running::OnDevice))
-        }
-        FfnTarget::Local => {
-            let engine = local_engine(loaded, max_rows)?;
-            let spans = &config.trace.spans;
-            let (way, traces) = connect::in_process(&engine, port, credits, max_rows, spans)
-                .map_err(|e| ServeError::LocalEngine(e.to_string()))?;
-            Ok((way, Running::Local { engine: Box::new(engine), traces }))
-        }
-        FfnTarget::Remote(names) => {
-            let control = ControlSettings {
-                identity: by.identity.clone(),
-                model: loaded.identity.clone(),
-                link_kinds: by.link_kinds.clone(),
-                stream: loaded.gpu.as_ref().map(|gpu| StreamSettings {
-                    device: gpu.device().clone(),
-                    hidden_size: loaded.config.hidden_size,
-                    rows: loaded.rows,
-                    patience: config.ffn.hop_timeout,
-                }),
-                max_stages: credits,
-                max_tokens_per_stage: max_rows,
-                max_row_bytes: loaded.max_row_bytes(config.ffn.sides.gate),
-                join_token: config.ffn.join_token.clone(),
-                tls: config.ffn.tls.clone(),
-                link_timeout: config.ffn.link_timeout,
-            };
-            let (way, directory) = connect::remote(names.clone(), control, port);
-            let stop = CancellationToken::new();
-            let task = tokio::spawn(Arc::clone(&directory).run(stop.clone()));
-            let join_timeout = config.ffn.join_timeout;
-            Ok((way, Running::Remote { directory, task, stop, join_timeout }))
-        }
+    }
+}
+
+fn control_settings(config: &ServeConfig, loaded: &Loaded, by: &ServedBy, max_rows: u32) -> ControlSettings {
+    ControlSettings {
+        identity: by.identity.clone(),
+        model: loaded.identity.clone(),
+        link_kinds: by.link_kinds.clone(),
+        stream: loaded.gpu.as_ref().map(|gpu| StreamSettings {
+            device: gpu.device().clone(),
+            hidden_size: loaded.config.hidden_size,
+            rows: loaded.rows,
+            patience: config.ffn.hop_timeout,
+        }),
+        max_stages: config.capacity.stages.max_stages as u32,
+        max_tokens_per_stage: max_rows,
+        max_row_bytes: loaded.max_row_bytes(config.ffn.sides.gate),
+        join_token: config.ffn.join_token.clone(),
+        tls: config.ffn.tls.clone(),
+        link_timeout: config.ffn.link_timeout,
     }
 }
 

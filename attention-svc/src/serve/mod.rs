@@ -198,16 +198,7 @@ impl Server {
         let address = listener.address();
         let metrics = Metrics::new();
 
-        let (model_config, capacity) = (config.model.clone(), config.capacity.clone());
-        let ffn_config = config.ffn.clone();
-        let load = move || {
-            // Before anything of libtorch is used.
-            model_config.device.load()?;
-            afd_ffi::process::set_compute_threads(capacity.threads);
-            let loaded = model::load(&model_config, &capacity, &ffn_config);
-            loaded.map_err(|error| error.of(&model_config.folder))
-        };
-        let loaded = tokio::task::spawn_blocking(load).await??;
+        let loaded = load(&config).await?;
         let by = ffn::served_by(&config.ffn, config.model.device);
         let (way, ffn) = ffn::open(&config, &loaded, &by).await?;
         let engine_config = loaded.engine_config(&config);
@@ -256,11 +247,7 @@ impl Server {
             tokio::spawn(Arc::clone(&peers).run(stop_port.clone()));
         }
         config.address.access.warn(address);
-        let access = config.address.access.clone();
-        let mut options = Options { drain: FAREWELL, access, ..Options::default() };
-        options.body.whole = config.capacity.body_timeout;
-        options.body.idle = options.body.idle.min(options.body.whole);
-        let port = tokio::spawn(listener.serve(router, None, options, stop_port.clone()));
+        let port = tokio::spawn(listener.serve(router, None, port_options(&config), stop_port.clone()));
         let readiness_task = readiness::follow(readiness.clone(), &engine, &stats, ffn.describe());
         let shown = config.address.advertise.clone().unwrap_or_else(|| address.to_string());
         if let Some(path) = &config.address.file {
@@ -351,6 +338,25 @@ impl Server {
             (Ok(_), Err(_)) => Err(EngineDeath("its thread panicked".into()).into()),
         }
     }
+}
+
+async fn load(config: &ServeConfig) -> Result<model::Loaded, ServeError> {
+    let (source, capacity, ffn) = (config.model.clone(), config.capacity.clone(), config.ffn.clone());
+    let load = move || {
+        // Before anything of libtorch is used.
+        source.device.load()?;
+        afd_ffi::process::set_compute_threads(capacity.threads);
+        model::load(&source, &capacity, &ffn).map_err(|error| error.of(&source.folder))
+    };
+    tokio::task::spawn_blocking(load).await?
+}
+
+fn port_options(config: &ServeConfig) -> Options {
+    let access = config.address.access.clone();
+    let mut options = Options { drain: FAREWELL, access, ..Options::default() };
+    options.body.whole = config.capacity.body_timeout;
+    options.body.idle = options.body.idle.min(options.body.whole);
+    options
 }
 
 /// The other attention ranks, as the options name them.

@@ -80,34 +80,15 @@ pub(super) fn load(
     let served =
         ServedModel::new(&source.folder, source.name.clone(), &config, kv.max_model_len, identity.clone())
             .map_err(ServeError::Generation)?;
-    let kv_cache_mib = (kv.num_blocks as usize * cache.bytes_per_block()) >> 20;
-    tracing::info!(
-        name = source.name,
-        architecture = identity.architecture,
-        fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
-        dtype = %rows,
-        gate = &*spelling::gate(identity.gate_placement),
-        shared_experts = &*spelling::shared_experts(identity.shared_expert_placement),
-        device = %source.device,
-        load_format = %source.load_format,
-        threads = capacity.threads,
-        kv_cache_mib,
-        max_model_len = kv.max_model_len,
-        "model loaded"
-    );
-    if kv.shortened {
-        tracing::warn!(
-            max_model_len = kv.max_model_len,
-            model_len = config.max_position_embeddings,
-            "the KV cache is too small for the model's longest sequence (--kv-cache-memory, --kv-cache-blocks)"
-        );
-    }
+    let kv_cache_bytes = kv.num_blocks as usize * cache.bytes_per_block();
     let attention = CachedAttention::new(attention, cache)?;
     let attention = match gpu.clone() {
         None => attention,
         Some(gpu) => attention.on(gpu, capacity.graphs.clone())?,
     };
-    Ok(Loaded { attention, config, rows, text, served, identity, experts, weights, gpu, kv })
+    let loaded = Loaded { attention, config, rows, text, served, identity, experts, weights, gpu, kv };
+    loaded.log(source, capacity, kv_cache_bytes);
+    Ok(loaded)
 }
 
 fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<ExpertRules, ServeError> {
@@ -131,6 +112,31 @@ fn open_weights(source: &ModelSource, config: &ModelConfig, rows: RowType) -> Re
 }
 
 impl Loaded {
+    fn log(&self, source: &ModelSource, capacity: &CapacityConfig, kv_cache_bytes: usize) {
+        let (identity, max_model_len) = (&self.identity, self.kv.max_model_len);
+        tracing::info!(
+            name = source.name,
+            architecture = identity.architecture,
+            fingerprint = &identity.fingerprint[..12.min(identity.fingerprint.len())],
+            dtype = %self.rows,
+            gate = &*spelling::gate(identity.gate_placement),
+            shared_experts = &*spelling::shared_experts(identity.shared_expert_placement),
+            device = %source.device,
+            load_format = %source.load_format,
+            threads = capacity.threads,
+            kv_cache_mib = kv_cache_bytes >> 20,
+            max_model_len,
+            "model loaded"
+        );
+        if self.kv.shortened {
+            tracing::warn!(
+                max_model_len,
+                model_len = self.config.max_position_embeddings,
+                "the KV cache is too small for the model's longest sequence (--kv-cache-memory, --kv-cache-blocks)"
+            );
+        }
+    }
+
     /// Sizes of the engine.
     pub(super) fn engine_config(&self, config: &ServeConfig) -> EngineConfig {
         let capacity = &config.capacity;
