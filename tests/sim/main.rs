@@ -4,8 +4,8 @@
 //! What runs is the real code on both sides ([`RemoteFfn`](attention_svc::remote_ffn::port::RemoteFfn) with its tables,
 //! the links' checks and credits, the FFN engine with its queue, ledger and sessions); only sockets, tasks and the clock
 //! are played. Invariants: every hop gets exactly its rows or a typed error; nobody is answered twice; no plan is
-//! refused; no hop is sent more than three times; no step takes longer than its deadlines allow; no buffer outlives its hop and no session its rank; and
-//! once nothing goes wrong any more, all works again.
+//! refused; no hop is sent more than three times; no step takes longer than its deadlines allow; no buffer outlives its
+//! hop and no session its rank; and once nothing goes wrong any more, all works again.
 //!
 //! A seed that fails prints itself; `AFD_SIM_SEED=n cargo test -p afd-tests --test sim -- --nocapture` tells its story.
 //! `AFD_SIM_SEEDS=n` runs more of them. It can fail: with the links' check of epochs taken out seed 8 finds wrong rows,
@@ -13,6 +13,7 @@
 //! them once more often seed 36.
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+mod clock;
 mod dice;
 mod faults;
 mod ffn;

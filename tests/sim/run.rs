@@ -1,6 +1,6 @@
 //! One run: an attention engine of straw drives the real port through some steps in a world of one seed.
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use afd_common::config::model::ModelConfig;
@@ -18,6 +18,7 @@ use attention_svc::remote_ffn::stats::FfnStats;
 use attention_svc::scheduler::Phase;
 use tch::{Kind, Tensor};
 
+use crate::clock::{SimClock, lock};
 use crate::dice::Dice;
 use crate::faults::Faults;
 use crate::model::{HIDDEN, Rows, TOP_K};
@@ -31,8 +32,6 @@ const MAX_STEP_REPEATS: u32 = 3;
 const STEP_BOUND: Duration = Duration::from_secs(20);
 /// Of so many seeds one begins with a warm-up.
 const WARM_UP_EVERY: u64 = 4;
-/// Times that the clock may be read without any time passing.
-const PATIENCE: u64 = 200_000;
 
 /// What became of a run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -60,43 +59,6 @@ impl Summary {
     }
 }
 
-struct SimClock {
-    world: Arc<Mutex<World>>,
-    base: Instant,
-    reads: AtomicU64,
-}
-
-fn lock(world: &Mutex<World>) -> MutexGuard<'_, World> {
-    world.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-impl Clock for SimClock {
-    fn now(&self) -> Instant {
-        let reads = self.reads.fetch_add(1, Ordering::Relaxed);
-        assert!(reads < PATIENCE, "somebody spins: the time was read {PATIENCE} times and nothing happened");
-        self.base + Duration::from_micros(lock(&self.world).now_us)
-    }
-
-    fn wait(&mut self, bell: &Doorbell, seen: u64, deadline: Instant) {
-        let until_us = (deadline - self.base).as_micros() as u64;
-        let mut world = lock(&self.world);
-        let before_us = world.now_us;
-        world.look();
-        while bell.count() == seen {
-            match world.next_at() {
-                Some(at) if at <= until_us => world.step(),
-                _ => {
-                    world.now_us = world.now_us.max(until_us);
-                    break;
-                }
-            }
-        }
-        if world.now_us > before_us {
-            self.reads.store(0, Ordering::Relaxed);
-        }
-    }
-}
-
 /// The attention engine of straw.
 struct Straw {
     world: Arc<Mutex<World>>,
@@ -108,10 +70,57 @@ struct Straw {
     step: u64,
     /// The last step of the warm-up.
     warm_up: StepId,
+    stats: Arc<FfnStats>,
     summary: Summary,
 }
 
 impl Straw {
+    /// An engine of straw with the real port, in a world of its own.
+    fn new(seed: u64, is_told: bool, mut dice: Dice, shape: Shape, faults: Faults, in_order: bool) -> Self {
+        let (events, receiver) = crossbeam_channel::unbounded();
+        let (bell, stats, base) = (Doorbell::default(), Arc::new(FfnStats::default()), Instant::now());
+        let world_dice = Dice::new(seed ^ 0xa5a5);
+        let mut world = World::new(shape, faults, in_order, world_dice, base, events, bell.clone());
+        world.is_told = is_told;
+        let world = Arc::new(Mutex::new(world));
+        let clock = || SimClock::new(Arc::clone(&world), base);
+        let settings = PortSettings {
+            hidden_size: HIDDEN as u32,
+            rows: RowType::F32,
+            rank: dice.between(0, 3) as u32,
+            hop_timeout: HOP_TIMEOUT,
+            hop_timeout_per_row: Duration::from_millis(1),
+            warmup_timeout: HOP_TIMEOUT,
+            loss_timeout: LOSS_TIMEOUT,
+            model: model(),
+            experts: ExpertRules {
+                sides: if shape.is_routed { GatePlacement::Attention } else { GatePlacement::Ffn }.into(),
+                ..ExpertRules::default()
+            },
+            place: None,
+        };
+        let parts = PortParts {
+            bell: bell.clone(),
+            events: receiver,
+            clock: Box::new(clock()),
+            stats: Arc::clone(&stats),
+            standing: Arc::new(String::new),
+        };
+        let port = RemoteFfn::new(settings, parts);
+        Self {
+            world: Arc::clone(&world),
+            clock: clock(),
+            port,
+            bell,
+            shape,
+            dice,
+            step: 0,
+            warm_up: StepId(0),
+            summary: Summary::default(),
+            stats,
+        }
+    }
+
     fn pass(&mut self, time: Duration) {
         let until = self.clock.now() + time;
         while self.clock.now() < until {
@@ -293,48 +302,7 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
     if is_told {
         println!("seed {seed}: {shape:?}, {num_steps} steps, in order: {in_order}, {faults:?}");
     }
-    let (events, receiver) = crossbeam_channel::unbounded();
-    let (bell, stats, base) = (Doorbell::default(), Arc::new(FfnStats::default()), Instant::now());
-    let world_dice = Dice::new(seed ^ 0xa5a5);
-    let mut world = World::new(shape, faults, in_order, world_dice, base, events, bell.clone());
-    world.is_told = is_told;
-    let world = Arc::new(Mutex::new(world));
-    let clock = || SimClock { world: Arc::clone(&world), base, reads: AtomicU64::new(0) };
-    let settings = PortSettings {
-        hidden_size: HIDDEN as u32,
-        rows: RowType::F32,
-        rank: dice.between(0, 3) as u32,
-        hop_timeout: HOP_TIMEOUT,
-        hop_timeout_per_row: Duration::from_millis(1),
-        warmup_timeout: HOP_TIMEOUT,
-        loss_timeout: LOSS_TIMEOUT,
-        model: model(),
-        experts: ExpertRules {
-            sides: if shape.is_routed { GatePlacement::Attention } else { GatePlacement::Ffn }.into(),
-            ..ExpertRules::default()
-        },
-        place: None,
-    };
-    let parts = PortParts {
-        bell: bell.clone(),
-        events: receiver,
-        clock: Box::new(clock()),
-        stats: Arc::clone(&stats),
-        standing: Arc::new(String::new),
-    };
-    let port = RemoteFfn::new(settings, parts);
-    let summary = Summary::default();
-    let mut straw = Straw {
-        world: Arc::clone(&world),
-        clock: clock(),
-        port,
-        bell,
-        shape,
-        dice,
-        step: 0,
-        warm_up: StepId(0),
-        summary,
-    };
+    let mut straw = Straw::new(seed, is_told, dice, shape, faults, in_order);
 
     if seed % WARM_UP_EVERY == WARM_UP_EVERY - 1 {
         straw.warm_up()?;
@@ -356,8 +324,8 @@ pub(crate) fn run(seed: u64, is_told: bool) -> Result<Summary, String> {
             return Err("it does not serve again though all is well".into());
         }
     }
-    straw.summary.losses = stats.losses.load(Ordering::Relaxed);
-    straw.summary.replays = stats.replays.load(Ordering::Relaxed);
+    straw.summary.losses = straw.stats.losses.load(Ordering::Relaxed);
+    straw.summary.replays = straw.stats.replays.load(Ordering::Relaxed);
     finish(straw)
 }
 

@@ -2,28 +2,16 @@
 //! of the FFN, the routing in between, with any number of shards and the gate on either side.
 mod reference;
 
-use std::path::PathBuf;
-
 use afd_common::config::model::{FfnConfig, ModelConfig};
 use afd_common::identity::GatePlacement;
 use afd_common::ids::{LayerIdx, Shard};
 use afd_common::layers::{Router, Selected, Selector};
 use afd_common::weights::Weights;
+use afd_tests::fixtures;
 use ffn_svc::model::{FfnModel, Side};
 use tch::{Kind, Tensor};
 
 use reference::Reference;
-
-/// Every tiny checkpoint.
-const FIXTURES: [&str; 7] = [
-    "tiny-llama",
-    "tiny-mixtral",
-    "tiny-qwen3-moe",
-    "tiny-olmoe",
-    "tiny-deepseek-v2",
-    "tiny-deepseek-v2-group",
-    "tiny-deepseek-v3",
-];
 
 /// Of hidden states (see `tests/fixtures/README.md`).
 const HIDDEN_TOLERANCE: f64 = 2e-4;
@@ -32,12 +20,8 @@ const WEIGHT_TOLERANCE: f64 = 1e-5;
 /// Of sums in another order; the values reach 28.
 const ROUNDING_TOLERANCE: f64 = 5e-5;
 
-fn fixtures() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures")
-}
-
 fn open(name: &str, kind: Kind) -> (ModelConfig, Weights) {
-    let folder = fixtures().join("tiny").join(name);
+    let folder = fixtures::checkpoint(name);
     let config = ModelConfig::load(&folder).unwrap();
     let weights = Weights::open(&folder, &config, kind).unwrap();
     (config, weights)
@@ -51,7 +35,7 @@ fn distance(a: &Tensor, b: &Tensor) -> f64 {
 
 #[test]
 fn routers_give_the_reference_logits_and_experts() {
-    for name in FIXTURES {
+    for name in fixtures::ALL {
         let (config, weights) = open(name, Kind::Float);
         let reference = Reference::open(name);
         for (layer, moe) in (0..config.num_layers()).filter_map(|layer| Some((layer, config.moe(layer)?))) {
@@ -83,7 +67,7 @@ fn shards(config: &ModelConfig, weights: &Weights, count: u32, gate: GatePlaceme
 
 #[test]
 fn every_layer_gives_the_reference_output_with_any_number_of_shards() {
-    for name in FIXTURES {
+    for name in fixtures::ALL {
         let (config, weights) = open(name, Kind::Float);
         let reference = Reference::open(name);
         for count in [1, 2, 3, 5] {
@@ -99,7 +83,7 @@ fn every_layer_gives_the_reference_output_with_any_number_of_shards() {
 
 #[test]
 fn the_gate_on_attention_changes_nothing() {
-    for name in FIXTURES {
+    for name in fixtures::ALL {
         let (config, weights) = open(name, Kind::Float);
         let reference = Reference::open(name);
         for count in [1, 3] {
@@ -126,7 +110,7 @@ fn sides(config: &ModelConfig, reference: &Reference, layer: usize) -> Vec<Side>
 
 #[test]
 fn routed_and_shared_experts_are_each_right_alone() {
-    for name in FIXTURES {
+    for name in fixtures::ALL {
         let (config, weights) = open(name, Kind::Float);
         let mut routed_only = config.clone();
         for layer in &mut routed_only.layers {
@@ -154,7 +138,7 @@ fn routed_and_shared_experts_are_each_right_alone() {
 /// One row at a time takes another way through the experts than many rows do.
 #[test]
 fn rows_alone_equal_rows_together() {
-    for name in FIXTURES {
+    for name in fixtures::ALL {
         let (config, weights) = open(name, Kind::Float);
         let reference = Reference::open(name);
         let models = shards(&config, &weights, 1, GatePlacement::Ffn);
@@ -175,7 +159,7 @@ fn rows_alone_equal_rows_together() {
 /// computed in different ways.
 #[test]
 fn bf16_stays_near_the_reference_when_the_routing_is_given() {
-    for name in FIXTURES {
+    for name in fixtures::ALL {
         let (config, weights) = open(name, Kind::BFloat16);
         let reference = Reference::open(name);
         for (count, repeats) in [(1, 1), (3, 1), (1, 40), (3, 40)] {

@@ -1,4 +1,5 @@
 //! The reference implementation's hidden states of one checkpoint (`expected/<name>.hidden.safetensors`).
+use afd_tests::fixtures;
 use safetensors::{Dtype, SafeTensors};
 use tch::{Kind, Tensor};
 
@@ -9,7 +10,7 @@ pub(crate) struct Reference {
 
 impl Reference {
     pub(crate) fn open(name: &str) -> Self {
-        let path = crate::fixtures().join("expected").join(format!("{name}.hidden.safetensors"));
+        let path = fixtures::root().join("expected").join(format!("{name}.hidden.safetensors"));
         Self { name: name.into(), file: std::fs::read(path).unwrap() }
     }
 

@@ -4,6 +4,7 @@ mod deployment;
 mod pass;
 mod process;
 mod proxy;
+mod python;
 mod spec;
 
 pub use certificates::Authority;
@@ -11,4 +12,5 @@ pub use deployment::{Deployment, greedy, metric};
 pub use pass::Pass;
 pub use process::{Process, output, run};
 pub use proxy::{Harm, Network, Way};
+pub use python::Python;
 pub use spec::{DeploymentSpec, Ffn};
