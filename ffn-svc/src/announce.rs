@@ -39,7 +39,8 @@ struct Announcer {
     request: v1::AnnounceRequest,
 }
 
-/// What was said of announcing, so that it is said when it changes, and again and again, ever more seldom, while it fails. Pure.
+/// What was said of announcing, so that it is said when it changes, and again and again, ever more seldom, while it
+/// fails. Pure.
 #[derive(Debug, Default)]
 struct Said {
     announced: bool,

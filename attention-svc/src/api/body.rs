@@ -16,7 +16,8 @@ const LINGER_BYTES: usize = 256 << 20;
 /// Reads a body of at most `limit` bytes. One that announces more, or is compressed, is refused before anything of it is read.
 ///
 /// # Errors
-/// [`ApiError::Encoded`], [`ApiError::BodyTooLarge`], [`ApiError::BodyTimeout`], or [`ApiError::Malformed`] when the sender broke off.
+/// [`ApiError::Encoded`], [`ApiError::BodyTooLarge`], [`ApiError::BodyTimeout`], or [`ApiError::Malformed`] when the
+/// sender broke off.
 pub(super) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Result<Bytes, ApiError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
     let mut frames = body.into_data_stream();

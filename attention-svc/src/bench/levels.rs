@@ -124,8 +124,8 @@ pub(super) async fn run(target: &Target, level: Level, prompts: &Prompts) -> Res
     }
 }
 
-/// Asks everything, `n` at a time. Each of them by a task of its own: one that has so many connections to open would keep all of
-/// them waiting for the last.
+/// Asks everything, `n` at a time. Each of them by a task of its own: one that has so many connections to open would
+/// keep all of them waiting for the last.
 async fn in_flight(target: &Target, n: usize, all: Vec<Vec<u8>>) -> Vec<Result<Answer, String>> {
     let queue = Arc::new(Mutex::new(all.into_iter()));
     let next = |queue: &Mutex<std::vec::IntoIter<Vec<u8>>>| {

@@ -187,7 +187,8 @@ pub struct DecodeEnd {
     pub outputs: Vec<StageOutput>,
     /// From its launch, or from the end of the step that it came behind, to its end there.
     pub on_device: Duration,
-    /// What the device had nothing to do before it since the end of the decode step ahead, by its own clock; `None` for the first.
+    /// What the device had nothing to do before it since the end of the decode step ahead, by its own clock; `None` for
+    /// the first.
     pub idle: Option<Duration>,
 }
 

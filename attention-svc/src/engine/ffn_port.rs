@@ -79,7 +79,8 @@ pub trait FfnPort: Send {
         self.stream()
     }
 
-    /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace) or [profiled](StepOutline::profile). Good until the next step.
+    /// What was noted of the last step's hops, if it was [recorded](StepOutline::trace) or
+    /// [profiled](StepOutline::profile). Good until the next step.
     fn hop_records(&self) -> &[HopRecord] {
         &[]
     }

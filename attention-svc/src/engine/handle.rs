@@ -117,9 +117,9 @@ impl EngineHandle {
         Ok(id)
     }
 
-    /// Ends a sequence within one step; it finishes as cancelled. Nothing happens when it has already ended. Its blocks are free
-    /// when the step that it is in ends: until then attention writes to them. A step that waits for an FFN rank that is lost
-    /// ends by `--ffn-loss-timeout`.
+    /// Ends a sequence within one step; it finishes as cancelled. Nothing happens when it has already ended. Its blocks
+    /// are free when the step that it is in ends: until then attention writes to them. A step that waits for an FFN
+    /// rank that is lost ends by `--ffn-loss-timeout`.
     pub fn abort(&self, id: SequenceId) {
         // An engine that has ended has told every sequence so.
         let _ = self.send(Command::Abort(id));

@@ -1,10 +1,10 @@
 //! The engine: one OS thread that owns the model, the KV cache's tensors and the way to the FFN. On a token's path it
 //! stands between the scheduler, which says what to run, and the sampler, which chooses from the logits.
 //!
-//! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `warm_up` (what runs
-//! before anybody is served) → `readiness` (whether the FFN is there) → `step` → `decode` (steps that a device runs whole) or `forward` (the layers, over the seams
-//! `attention_port` and `ffn_port`) → `choose` (logits to tokens to events) → `ends` (of sequences). Beside them, `trace` and
-//! `profile` record what is wanted of it.
+//! In reading order: `handle` (what the API holds) → `thread` (birth and death) → `run` (the loop) → `warm_up` (what
+//! runs before anybody is served) → `readiness` (whether the FFN is there) → `step` → `decode` (steps that a device
+//! runs whole) or `forward` (the layers, over the seams `attention_port` and `ffn_port`) → `choose` (logits to tokens
+//! to events) → `ends` (of sequences). Beside them, `trace` and `profile` record what is wanted of it.
 mod active;
 mod attention_port;
 mod cached_attention;

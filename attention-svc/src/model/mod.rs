@@ -267,7 +267,8 @@ impl AttentionModel {
         Ok(())
     }
 
-    /// Logits `[rows.len(), vocab]` f32, on the CPU, of some rows of the residual stream after the last layer, `[num_rows, hidden]`.
+    /// Logits `[rows.len(), vocab]` f32, on the CPU, of some rows of the residual stream after the last layer,
+    /// `[num_rows, hidden]`.
     ///
     /// # Errors
     /// [`ModelError`] when a row is out of bounds.

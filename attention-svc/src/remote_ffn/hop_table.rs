@@ -1,9 +1,9 @@
 //! Which shard still owes its part of which hop: a plain state machine, without clock, sockets or tensors (`P` is one
 //! shard's partial result).
 //!
-//! Every hop has one part per shard; a shard that serves nothing of it is *left out*. A part is *unsent* (no edge took it yet, or the edge that had it was
-//! lost), *waiting* on one edge, or *done*. An answer counts only when it comes from the edge the part is waiting on,
-//! so a late answer of a lost edge can never be taken for the replay's.
+//! Every hop has one part per shard; a shard that serves nothing of it is *left out*. A part is *unsent* (no edge took
+//! it yet, or the edge that had it was lost), *waiting* on one edge, or *done*. An answer counts only when it comes
+//! from the edge the part is waiting on, so a late answer of a lost edge can never be taken for the replay's.
 use afd_common::ids::HopKey;
 
 /// Names one connection to an FFN rank; never reused within a process.

@@ -1,6 +1,7 @@
 //! The router of a mixture of experts: from normalised rows to logits ([`Router`]), and from logits (or token ids) to the
-//! experts of each row and their weights ([`Selector`]). The two are apart because they may run in different roles. The arithmetic
-//! is each model's own: what is rounded, masked, normalised and scaled, and in which order, decides which expert wins.
+//! experts of each row and their weights ([`Selector`]). The two are apart because they may run in different roles. The
+//! arithmetic is each model's own: what is rounded, masked, normalised and scaled, and in which order, decides which
+//! expert wins.
 use tch::{Kind, TchError, Tensor};
 
 use super::FfnNames;

@@ -88,8 +88,8 @@ impl Doorbell {
     }
 
     /// Wakes once for whatever comes on this socket, for as long as somebody holds what is returned: whoever waits must have
-    /// read it until nothing was left. `None` where the bell sleeps on lanes, or the system has no descriptors left: a thread has
-    /// to ring for the socket then.
+    /// read it until nothing was left. `None` where the bell sleeps on lanes, or the system has no descriptors left: a
+    /// thread has to ring for the socket then.
     pub(super) fn watch_socket(&self, socket: &Arc<TcpStream>) -> Option<SocketWatch> {
         let lanes = self.lock_lanes();
         if !lanes.is_empty() {

@@ -50,8 +50,8 @@ impl Inbox {
         header.epoch == self.epoch
     }
 
-    /// Leaves a verified frame for the engine and rings. After the end of the link it is dropped; more frames than credits allow
-    /// for end the link.
+    /// Leaves a verified frame for the engine and rings. After the end of the link it is dropped; more frames than
+    /// credits allow for end the link.
     pub(super) fn deliver(&self, header: FrameHeader, body: Body) {
         if self.place(self.frame(header, body)) {
             self.bell.ring();

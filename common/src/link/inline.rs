@@ -1,9 +1,9 @@
 //! Frames as messages of `LayerStageService.StreamStages`: the slowest link, and one that is there wherever gRPC is.
 //!
 //! The engine's end is an ordinary [`HopLink`]; a task per end moves frames between it and the stream. What is sent waits
-//! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine. A frame that
-//! cannot be right ends the stream with `INVALID_ARGUMENT` and the reason. Bodies have CRC-32C, whatever else was agreed: this is
-//! the link of clients in any language.
+//! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine. A
+//! frame that cannot be right ends the stream with `INVALID_ARGUMENT` and the reason. Bodies have CRC-32C, whatever
+//! else was agreed: this is the link of clients in any language.
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;

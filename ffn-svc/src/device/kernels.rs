@@ -119,11 +119,6 @@ impl DeviceFfn {
         &self.layers
     }
 
-    /// Bytes of a row that comes in: bf16.
-    pub fn in_row_bytes(&self) -> usize {
-        self.hidden * 2
-    }
-
     /// Bytes of a row that goes out: bf16, or f32 partial sums with several shards.
     pub fn out_row_bytes(&self) -> usize {
         match self.output {
@@ -139,7 +134,8 @@ impl DeviceFfn {
     }
 
     /// Part of what the layer will most likely read for so many rows, for a device that has nothing else to do until they come:
-    /// experts, once nearly all of them are chosen by someone. Shared ones are not worth it, the router's time is enough for them.
+    /// experts, once nearly all of them are chosen by someone. Shared ones are not worth it, the router's time is
+    /// enough for them.
     pub fn read_meanwhile(&self, layer: LayerIdx, rows: usize) -> Ahead<'_> {
         let layer = usize::from(layer.0);
         let is_busy =

@@ -1,9 +1,10 @@
 //! The FFN of every layer on a GPU, in one copy of the weights and two ways to compute with them.
 //!
 //! [`DeviceModel`] is the whole: it loads this shard's part of every layer onto the device and answers rows of any number
-//! eagerly, by libtorch and, on a GPU, kernels between its products ([`DeviceModel::forward`]). Where dtype, shapes and router allow it ([`Unsupported`] says why
-//! not), its weights are stacked as the kernels of [`afd_gpu::ops::Moe`] want them, and [`DeviceFfn`] enqueues a layer for
-//! the few rows of a decode step: nothing is allocated and the host waits for nothing, so a graph can hold it.
+//! eagerly, by libtorch and, on a GPU, kernels between its products ([`DeviceModel::forward`]). Where dtype, shapes and
+//! router allow it ([`Unsupported`] says why not), its weights are stacked as the kernels of [`afd_gpu::ops::Moe`] want
+//! them, and [`DeviceFfn`] enqueues a layer for the few rows of a decode step: nothing is allocated and the host waits
+//! for nothing, so a graph can hold it.
 //!
 //! On a hop's path this stands where [`crate::model`] does on the CPU. In reading order: `stack` (how a layer is cut and
 //! loaded), `eager` (by libtorch alone), `prompts` (many rows on a GPU), `kernels` (few), `shared` (for attention, where it has
@@ -81,8 +82,8 @@ impl DeviceModel {
         Self::load_placed(config, weights, shard, sides, &contiguous, device)
     }
 
-    /// Takes this shard's part of every layer, as [`FfnModel::load_placed`] does. `weights` hand out tensors on `device`; without
-    /// one (tests) on the CPU, and there are no kernels. Waits until everything is there.
+    /// Takes this shard's part of every layer, as [`FfnModel::load_placed`] does. `weights` hand out tensors on
+    /// `device`; without one (tests) on the CPU, and there are no kernels. Waits until everything is there.
     ///
     /// # Errors
     /// [`FfnModelError::Weights`] names the tensor; [`FfnModelError::Gpu`]. A retry does not help.

@@ -3,7 +3,8 @@
 //!
 //! In reading order: [`FfnModel`] → `moe` (route, then experts) → `grouping` (which rows go to which expert) →
 //! `experts`; a dense MLP, and the short cut of both for few rows on the CPU, are among the [layers](afd_common::layers) that
-//! both roles use; `about` says what is true of the shard on every device. Nothing here knows hops, links or sessions, and nothing keeps state between calls but [`ExpertCounts`].
+//! both roles use; `about` says what is true of the shard on every device. Nothing here knows hops, links or sessions,
+//! and nothing keeps state between calls but [`ExpertCounts`].
 use std::sync::Arc;
 
 use afd_common::config::model::{FfnConfig, ModelConfig};

@@ -3,8 +3,9 @@
 //!
 //! With the gate on the FFN every shard gets every row, so shared experts are cut into slices. With the gate on attention a
 //! row comes only where an expert of it is served, so they are whole everywhere and each row's are applied by one shard.
-//! They may be attention's own instead ([`Sides`]): then they are nowhere here, and left out of every sum. Either way the sum over all shards of what they return for a row is the layer's output, whether or not a shard that
-//! serves nothing of the row was asked.
+//! They may be attention's own instead ([`Sides`]): then they are nowhere here, and left out of every sum. Either way
+//! the sum over all shards of what they return for a row is the layer's output, whether or not a shard that serves
+//! nothing of the row was asked.
 
 use afd_common::config::model::{ModelConfig, MoeConfig};
 use afd_common::frame::SideKind;

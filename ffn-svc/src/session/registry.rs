@@ -1,8 +1,8 @@
 //! Who has joined. Pure: the clock is passed in. One live session per (deployment, role, rank): a process that joins
 //! again replaces its own session; another process is let in once the older one's session has ended, and must be newer
-//! than every process seen in that place, so that one that was stopped for a while cannot come back. That nothing was heard for a
-//! lease ends a session only by the [judgement](afd_common::lease) of whoever watches it: when this process itself did not
-//! run for long, a lease may seem to be over whose words are there, unread.
+//! than every process seen in that place, so that one that was stopped for a while cannot come back. That nothing was
+//! heard for a lease ends a session only by the [judgement](afd_common::lease) of whoever watches it: when this process
+//! itself did not run for long, a lease may seem to be over whose words are there, unread.
 use std::collections::HashMap;
 use std::fmt;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! What the answers of both completion endpoints have in common: the envelope around their choices, and the usage. What a choice looks like is each endpoint's own.
+//! What the answers of both completion endpoints have in common: the envelope around their choices, and the usage. What
+//! a choice looks like is each endpoint's own.
 use std::sync::Arc;
 
 use serde_json::{Value, json};

@@ -310,8 +310,8 @@ impl Streams {
     }
 
     /// Waits for a mark on the stream. What waits there for a rank whose control task has ended is given up, once, instead of
-    /// being patient: a process that was killed closes its connections long before anybody's patience ends. So is what waits for
-    /// any when this process has to have ended.
+    /// being patient: a process that was killed closes its connections long before anybody's patience ends. So is what
+    /// waits for any when this process has to have ended.
     ///
     /// # Errors
     /// [`GpuError::Late`] after `deadline`, [`GpuError::Driver`].

@@ -1,3 +1,4 @@
+//! What is known of steps from their plans, and what is made of the hops that were served.
 use afd_common::frame::FrameHeader;
 
 use super::*;

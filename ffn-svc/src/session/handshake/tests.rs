@@ -1,3 +1,4 @@
+//! What `Join` agrees to, and what it refuses, field by field.
 use super::*;
 
 fn model() -> v1::ModelIdentity {
