@@ -52,11 +52,18 @@ KERNEL void read_all(const uint4* p, u64 count, u32* sink) {
     if (mix == 0x12345678u) *sink = mix;
 }
 
-// Does nothing for a while, as a wait for another device does: what comes behind may take its place meanwhile, and blocks beyond
-// the first fetch ahead. One warp a block
-KERNEL void pause(u64 ns, AHEAD) {
+// The time, for who pauses behind this. One thread
+KERNEL void stamp(u64* time) {
+    wait_for_previous();
+    let_next_start();
+    *time = nanoseconds();
+}
+
+// Does nothing for a while, from now on or since a stamp, as a wait for another device does: what comes behind may take its place
+// meanwhile, and blocks beyond the first fetch ahead. One warp a block
+KERNEL void pause(u64 ns, const u64* since, AHEAD) {
     let_next_start();
     wait_for_previous();
     if (blockIdx.x) return FETCH_AHEAD(blockIdx.x - 1, gridDim.x - 1);
-    for (const u64 begin = nanoseconds(); nanoseconds() - begin < ns;) {}
+    for (const u64 begin = since ? *since : nanoseconds(); nanoseconds() - begin < ns;) {}
 }

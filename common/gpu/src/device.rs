@@ -13,6 +13,7 @@ pub struct Device {
     context: Arc<CudaContext>,
     arch: (u32, u32),
     num_multiprocessors: u32,
+    cache_bytes: usize,
 }
 
 impl Device {
@@ -29,7 +30,9 @@ impl Device {
         let major = attribute(Ask::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Ask::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let num = attribute(Ask::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        Ok(Self { arch: (major as u32, minor as u32), num_multiprocessors: num as u32, context })
+        let cache = attribute(Ask::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
+        let arch = (major as u32, minor as u32);
+        Ok(Self { arch, num_multiprocessors: num as u32, cache_bytes: cache.max(0) as usize, context })
     }
 
     /// How many GPUs this process sees.
@@ -102,6 +105,11 @@ impl Device {
     /// Multiprocessors: the grid of kernels that stay for the whole work.
     pub fn num_multiprocessors(&self) -> u32 {
         self.num_multiprocessors
+    }
+
+    /// Size of the second-level cache.
+    pub fn cache_bytes(&self) -> usize {
+        self.cache_bytes
     }
 
     /// Waits for everything on every stream.

@@ -30,6 +30,8 @@ pub enum Source {
     Rows,
     /// Sampled tokens.
     Sample,
+    /// What a device does while it waits.
+    Meanwhile,
     /// Products with few rows.
     FewProduct,
     /// Products with a few dozen rows.
@@ -40,7 +42,7 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Channel,
         Self::Moe,
         Self::MoeWhole,
@@ -49,6 +51,7 @@ impl Source {
         Self::Mla,
         Self::Gqa,
         Self::Rows,
+        Self::Meanwhile,
         Self::FewProduct,
         Self::MidProduct,
         Self::Sample,
@@ -65,6 +68,7 @@ impl Source {
             Self::Mla => ("mla.cu", include_str!("../kernels/mla.cu")),
             Self::Gqa => ("gqa.cu", include_str!("../kernels/gqa.cu")),
             Self::Rows => ("rows.cu", include_str!("../kernels/rows.cu")),
+            Self::Meanwhile => ("meanwhile.cu", include_str!("../kernels/meanwhile.cu")),
             Self::Sample => ("sample.cu", include_str!("../kernels/sample.cu")),
             Self::FewProduct => ("few_product.cu", include_str!("../kernels/few_product.cu")),
             Self::MidProduct => ("mid_product.cu", include_str!("../kernels/mid_product.cu")),
@@ -87,6 +91,7 @@ impl Source {
                 concat!(include_str!("../kernels/choose.cuh"), include_str!("../kernels/moe_whole.cuh"))
             }
             Self::MoeMany => include_str!("../kernels/choose.cuh"),
+            Self::Mla => include_str!("../kernels/mla_plan.cuh"),
             Self::MoeProduct | Self::MidProduct => include_str!("../kernels/wgmma.cuh"),
             _ => "",
         }

@@ -10,6 +10,7 @@ pub struct Random {
     fill: Kernel,
     check: Kernel,
     read: Kernel,
+    stamp: Kernel,
     pause: Kernel,
     blocks: u32,
 }
@@ -22,10 +23,11 @@ impl Random {
         let blocks = device.num_multiprocessors() * 8;
         let kernel = |name| module.kernel(name, 0);
         let (fill, check, read) = (kernel("fill_uniform")?, kernel("check_uniform")?, kernel("read_all")?);
-        let pause = kernel("pause")?;
-        // As a channel's wait: one split of memory for all that overlap.
+        let (stamp, pause) = (kernel("stamp")?, kernel("pause")?);
+        // As a channel's put and wait: one split of memory for all that overlap.
+        stamp.prefer_shared_memory()?;
         pause.prefer_shared_memory()?;
-        Ok(Self { fill, check, read, pause, blocks })
+        Ok(Self { fill, check, read, stamp, pause, blocks })
     }
 
     /// Fills `out` with bf16 numbers, uniform in `[-scale, scale)`: element i is [`uniform`]`(seed, i, scale)`.
@@ -79,8 +81,29 @@ impl Random {
     /// [`GpuError::Driver`]; [`GpuError::Unsupported`] for what cannot be fetched.
     pub fn pause(&self, stream: &Stream, us: u64, ahead: Ahead<'_>) -> Result<(), GpuError> {
         let launch = Launch::new(&self.pause, (1 + ahead.blocks(32), 1), 32).overlap(true).u64(us * 1000);
-        let launch = ahead.arguments(launch)?;
+        let launch = ahead.arguments(launch.maybe(None))?;
         // SAFETY: pause's arguments; it reads nothing but for the cache.
+        unsafe { launch.enqueue(stream) }
+    }
+
+    /// Notes the device's time in `time`, behind what is there, as a channel's put comes: for [`pause_since`](Self::pause_since).
+    ///
+    /// # Errors
+    /// [`GpuError::TooSmall`]; [`GpuError::Driver`].
+    pub fn stamp(&self, stream: &Stream, time: &Region) -> Result<(), GpuError> {
+        let launch = Launch::new(&self.stamp, (1, 1), 1).overlap(true).opens_late();
+        // SAFETY: stamp(u64*) writes one word, which is there.
+        unsafe { launch.region(time.expect("time", 8)?).enqueue(stream) }
+    }
+
+    /// The same pause, over `us` after the last [`stamp`](Self::stamp) into `time`, whatever was enqueued between.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn pause_since(&self, stream: &Stream, time: &Region, us: u64) -> Result<(), GpuError> {
+        let launch = Launch::new(&self.pause, (1, 1), 32).overlap(true).u64(us * 1000);
+        let launch = Ahead::default().arguments(launch.region(time.expect("time", 8)?))?;
+        // SAFETY: pause's arguments; it reads one word, which is there.
         unsafe { launch.enqueue(stream) }
     }
 }

@@ -41,6 +41,7 @@ fn every_kernel_file_compiles_for_hopper() {
             Source::MoeWhole => &whole,
             Source::MoeProduct => &product,
             Source::Mla => &mla,
+            Source::Meanwhile => &[("LISTED", 0)],
             Source::Gqa => &[("DIM", 128), ("GROUP", 8), ("BLOCK_SIZE", 16), ("STAGES", 3)],
             _ => &[],
         };

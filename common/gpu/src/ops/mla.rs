@@ -86,7 +86,8 @@ impl Mla {
         // A query, each head a little longer, and what aligns the ring.
         let row = (shape.latent + shape.rope) * 2;
         let ring = STAGES * TILE * row + HEADS * (row + 16) + 1024;
-        let parts = device.num_multiprocessors() as usize + max_batch;
+        let blocks = device.num_multiprocessors() as usize;
+        let parts = blocks + max_batch;
         Ok(Self {
             shape,
             max_batch,
@@ -95,7 +96,7 @@ impl Mla {
             decode: module.kernel("mla_decode", ring)?,
             combine: module.kernel("mla_combine", 0)?,
             combine_few: module.kernel("mla_combine_few", 0)?,
-            shares: Region::zeroed(device, parts * 16)?,
+            shares: Region::zeroed(device, (2 * blocks + max_batch) * 16)?,
             part_out: Region::alloc(device, parts * HEADS * shape.latent * 4)?,
             part_max_sum: Region::alloc(device, parts * HEADS * 8)?,
         })
@@ -156,7 +157,7 @@ impl Mla {
         let launch = Launch::new(combine, (step.batch as u32, heads as u32), 256).overlap(true);
         let launch =
             launch.region(&self.part_out).region(&self.part_max_sum).region(&self.shares).region(out);
-        let launch = launch.size(step.batch)?.u32(self.blocks).u32(u32::from(early));
+        let launch = launch.u32(self.blocks).u32(u32::from(early));
         // SAFETY: mla_combine's and mla_combine_few's arguments; sizes were checked or chosen in `new`.
         unsafe { launch.enqueue(stream) }
     }

@@ -3,6 +3,7 @@
 mod ahead;
 mod carry;
 mod gqa;
+mod meanwhile;
 mod mla;
 mod moe;
 mod product;
@@ -12,6 +13,7 @@ mod sample;
 pub use ahead::Ahead;
 pub use carry::Follow;
 pub use gqa::{GqaDecode, GqaStep};
+pub use meanwhile::{CachePart, Meanwhile};
 pub use mla::{Mla, MlaShape, MlaStep};
 pub use moe::{
     Moe, MoeMany, MoeOutput, MoeProducts, MoeScoring, MoeShape, MoeTuning, MoeWeights, Places, ProductRooms,

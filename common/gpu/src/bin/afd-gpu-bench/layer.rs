@@ -11,7 +11,7 @@ use crate::table::{Table, us};
 use crate::timing::graph_us;
 use crate::{Result, machine};
 
-const LAYERS: usize = 27;
+pub(crate) const LAYERS: usize = 27;
 pub(crate) const HIDDEN: usize = 2048;
 const VOCAB: usize = 102_400;
 const HEADS: usize = 16;
@@ -19,8 +19,10 @@ const NOPE: usize = 128;
 const ROPE: usize = 64;
 const LATENT: usize = 512;
 const VALUE: usize = 128;
-const BLOCK: usize = 64;
+pub(crate) const BLOCK: usize = 64;
 const TOKENS: usize = 1088;
+/// Of a token in the cache.
+pub(crate) const CACHE_ROW_BYTES: usize = (LATENT + ROPE) * 2;
 const PROJECTED: usize = HEADS * (NOPE + ROPE) + LATENT + ROPE;
 /// DeepSeek-V2-Lite's.
 pub(crate) const SIZES: MlaSizes =
@@ -55,16 +57,14 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         };
         let norm = per_layer(&|l| bench.norm(l))?;
         let projection = per_layer(&|l| bench.project(l))?;
-        let rope = per_layer(&|l| bench.write(l))?;
+        let rope = per_layer(&|l| bench.write(l, bench.soon(l)))?;
         let keys = per_layer(&|l| bench.absorb(l))?;
         let decode = per_layer(&|l| bench.decode(l))?;
         let values = per_layer(&|l| bench.values(l))?;
         let out = per_layer(&|l| bench.out(l))?;
         let whole = per_layer(&|l| bench.layer(l))?;
         let head = graph_us(stream, 10, || bench.head())?;
-        let argmax = graph_us(stream, 10, || {
-            bench.rows_ops.argmax(stream, &bench.logits, &bench.tokens, rows, VOCAB)
-        })?;
+        let argmax = graph_us(stream, 10, || bench.argmax())?;
         let weights = (HIDDEN * PROJECTED + UP + HEADS * VALUE * HIDDEN) * 2;
         let floor = (weights + rows * TOKENS * (LATENT + ROPE) * 2) as f64 / rate;
         let sum = 2.0 * norm + projection + rope + keys + decode + values + out;
@@ -74,28 +74,29 @@ pub(crate) fn run(device: &Device) -> Result<String> {
     Ok(table.to_string())
 }
 
-struct Weights {
+pub(crate) struct Weights {
     norm: Region,
-    projection: Region,
-    up: Region,
+    pub(crate) projection: Region,
+    pub(crate) up: Region,
     up_values: Region,
-    out: Region,
-    cache: Region,
+    pub(crate) out: Region,
+    pub(crate) cache: Region,
 }
 
-struct Bench {
-    stream: Stream,
+/// A model's attention for some rows, each of which has so many tokens.
+pub(crate) struct Bench {
+    pub(crate) stream: Stream,
     rows: usize,
     rows_ops: Rows,
     mla: Mla,
-    step: MlaStep,
+    pub(crate) step: MlaStep,
     projection: Product,
     keys: Product,
     values: Product,
     out: Product,
     head: Product,
-    layers: Vec<Weights>,
-    head_weight: Region,
+    pub(crate) layers: Vec<Weights>,
+    pub(crate) head_weight: Region,
     residual: Region,
     x: Region,
     delta: Region,
@@ -111,7 +112,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: &Device, rows: usize) -> Result<Self> {
+    pub(crate) fn new(device: &Device, rows: usize) -> Result<Self> {
         let stream = device.stream()?;
         let (random, kernels) = (Random::new(device)?, ProductKernels::new(device)?);
         let product = |shape| Product::new(&kernels, shape);
@@ -193,7 +194,7 @@ impl Bench {
         Ok(self.head.tune(stream, x, &[&self.head_weight], logits)?)
     }
 
-    fn norm(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn norm(&self, layer: usize) -> std::result::Result<(), GpuError> {
         let norm = NormRows {
             residual: &self.residual,
             weight: &self.layers[layer].norm,
@@ -208,11 +209,11 @@ impl Bench {
         self.rows_ops.rms_norm(&self.stream, Some(&self.delta), &norm)
     }
 
-    fn project(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn project(&self, layer: usize) -> std::result::Result<(), GpuError> {
         self.projection.enqueue(&self.stream, &self.x, &self.layers[layer].projection, &self.projected)
     }
 
-    fn write(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn write(&self, layer: usize, ahead: Ahead<'_>) -> std::result::Result<(), GpuError> {
         let places = RowPlaces {
             positions: &self.positions,
             slots: &self.slots,
@@ -231,37 +232,45 @@ impl Bench {
             heads: HEADS,
             interleaved: true,
             epsilon: 1e-6,
-            // As a decode step does.
-            ahead: Ahead::of([&self.layers[layer].up, &self.layers[layer].out]),
+            ahead,
         };
         self.rows_ops.mla_write(&self.stream, &places, &write)
     }
 
-    fn absorb(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn absorb(&self, layer: usize) -> std::result::Result<(), GpuError> {
         self.keys.enqueue(&self.stream, &self.projected, &self.layers[layer].up, &self.query)
     }
 
-    fn decode(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn decode(&self, layer: usize) -> std::result::Result<(), GpuError> {
         let cache = &self.layers[layer].cache;
         self.mla.decode(&self.stream, &self.step, &self.query, cache, 0.07, &self.latents, true)
     }
 
-    fn values(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn values(&self, layer: usize) -> std::result::Result<(), GpuError> {
         self.values.enqueue(&self.stream, &self.latents, &self.layers[layer].up_values, &self.attended)
     }
 
-    fn out(&self, layer: usize) -> std::result::Result<(), GpuError> {
+    pub(crate) fn out(&self, layer: usize) -> std::result::Result<(), GpuError> {
         self.out.enqueue(&self.stream, &self.attended, &self.layers[layer].out, &self.delta)
     }
 
-    fn head(&self) -> std::result::Result<(), GpuError> {
+    pub(crate) fn head(&self) -> std::result::Result<(), GpuError> {
         self.head.enqueue(&self.stream, &self.x, &self.head_weight, &self.logits)
+    }
+
+    pub(crate) fn argmax(&self) -> std::result::Result<(), GpuError> {
+        self.rows_ops.argmax(&self.stream, &self.logits, &self.tokens, self.rows, VOCAB)
+    }
+
+    /// What a decode step that has the device for itself fetches beside the write to the cache.
+    fn soon(&self, layer: usize) -> Ahead<'_> {
+        Ahead::of([&self.layers[layer].up, &self.layers[layer].out])
     }
 
     fn layer(&self, layer: usize) -> std::result::Result<(), GpuError> {
         self.norm(layer)?;
         self.project(layer)?;
-        self.write(layer)?;
+        self.write(layer, self.soon(layer))?;
         self.absorb(layer)?;
         self.decode(layer)?;
         self.values(layer)?;

@@ -23,10 +23,11 @@ mod sample;
 mod shared;
 mod table;
 mod timing;
+mod waits;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | products | sample | layer | moe | shared | mla | contract | hops | loss | tune | profile)...";
+const USAGE: &str = "afd-gpu-bench [--out DIR] (machine | rows | products | sample | layer | moe | shared | waits | mla | contract | hops | loss | tune | profile)...";
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1).peekable();
@@ -88,6 +89,7 @@ fn run(section: &str) -> Result<String> {
         "layer" => layer::run(&device),
         "moe" => moe::run(&device),
         "shared" => shared::run(&device),
+        "waits" => waits::run(&device),
         "mla" => mla::run(&device),
         "profile" => moe::profile(&device).and_then(|_| mla::profile(&device)),
         "tune" => Ok(mla::tune(&device)? + &moe::tune(&device)?),

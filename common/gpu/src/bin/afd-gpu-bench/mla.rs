@@ -14,6 +14,7 @@ use crate::{Result, machine};
 const SHAPE: MlaShape = MlaShape { latent: 512, rope: 64, block_size: 64 };
 const WIDTH: usize = 576;
 const LAYERS: usize = 27;
+const UNEQUAL: usize = 1088;
 
 /// The attention with parts left out.
 pub(crate) fn tune(device: &Device) -> Result<String> {
@@ -45,22 +46,45 @@ pub(crate) fn tune(device: &Device) -> Result<String> {
         }
         table.row(cells);
     }
-    Ok(table.to_string())
+    let mut warm = Table::new("the same of one cache again and again, us", &columns);
+    for size in [1, 4, 8, 16, 24, 32] {
+        let batch = batch(device, &vec![1024; size], SHAPE.block_size)?;
+        let cache = Region::alloc(device, batch.num_blocks * SHAPE.block_size * WIDTH * 2)?;
+        random.fill(&stream, &cache, 5, 1.0)?;
+        let (query, out) =
+            (Region::alloc(device, size * 16 * WIDTH * 2)?, Region::alloc(device, size * 16 * 512 * 2)?);
+        random.fill(&stream, &query, 99, 1.0)?;
+        let mut cells = vec![size.to_string(), "1024".to_owned()];
+        for left_out in [0, 1] {
+            let mla = Mla::with_parts(device, SHAPE, size, left_out)?;
+            mla.plan(&stream, &batch.step)?;
+            let time = graph_us(&stream, 10, || {
+                (0..9).try_for_each(|l| mla.decode(&stream, &batch.step, &query, &cache, 0.07, &out, l > 0))
+            })?;
+            cells.push(us(time / 9.0));
+        }
+        warm.row(cells);
+    }
+    Ok(format!("{table}{warm}"))
 }
 
-/// A few calls, for a profiler to look at.
+/// A few calls, for a profiler to look at: of a cache that comes from memory, and of one that stays in the second-level cache.
 pub(crate) fn profile(device: &Device) -> Result<String> {
     let stream = device.stream()?;
-    let batch = batch(device, &[1024; 64], SHAPE.block_size)?;
-    let mla = Mla::new(device, SHAPE, 64)?;
-    let cache = Region::alloc(device, batch.num_blocks * SHAPE.block_size * WIDTH * 2)?;
-    let (query, out) =
-        (Region::alloc(device, 64 * 16 * WIDTH * 2)?, Region::alloc(device, 64 * 16 * 512 * 2)?);
     let random = Random::new(device)?;
-    random.fill(&stream, &cache, 1, 1.0)?;
-    random.fill(&stream, &query, 2, 1.0)?;
-    mla.plan(&stream, &batch.step)?;
-    mla.decode(&stream, &batch.step, &query, &cache, 0.07, &out, false)?;
+    for size in [64, 24] {
+        let batch = batch(device, &vec![1024; size], SHAPE.block_size)?;
+        let mla = Mla::new(device, SHAPE, size)?;
+        let cache = Region::alloc(device, batch.num_blocks * SHAPE.block_size * WIDTH * 2)?;
+        let (query, out) =
+            (Region::alloc(device, size * 16 * WIDTH * 2)?, Region::alloc(device, size * 16 * 512 * 2)?);
+        random.fill(&stream, &cache, 1, 1.0)?;
+        random.fill(&stream, &query, 2, 1.0)?;
+        mla.plan(&stream, &batch.step)?;
+        for _ in 0..2 {
+            mla.decode(&stream, &batch.step, &query, &cache, 0.07, &out, false)?;
+        }
+    }
     stream.synchronize()?;
     Ok(String::new())
 }
@@ -111,8 +135,14 @@ pub(crate) fn run(device: &Device) -> Result<String> {
         (32, 1024, "-", "-", "14"),
         (128, 1024, "-", "-", "42"),
         (64, 4096, "-", "-", "77"),
+        // Lengths that differ: on average so many.
+        (8, UNEQUAL, "-", "-", "-"),
+        (32, UNEQUAL, "-", "-", "-"),
+        (64, UNEQUAL, "-", "-", "-"),
+        (128, UNEQUAL, "-", "-", "-"),
     ] {
-        let batch = batch(device, &vec![tokens; size], SHAPE.block_size)?;
+        let len = |i: usize| if tokens == UNEQUAL { tokens - 64 + i * 37 % 128 } else { tokens };
+        let batch = batch(device, &(0..size).map(len).collect::<Vec<_>>(), SHAPE.block_size)?;
         let mla = Mla::new(device, SHAPE, size)?;
         let layers = if size * tokens > 200_000 { 9 } else { LAYERS };
         let caches = (0..layers)
@@ -153,7 +183,10 @@ fn check(device: &Device) -> Result<String> {
         Table::new("MLA decode against the reference", &["batch", "block", "tokens", "error", "again equal"]);
     let mut ragged = vec![0, 1, 63, 64, 65, 1000, 17, 0, 333, 2048, 128];
     ragged.extend((0..21).map(|i| i * 37 % 300));
+    // More sequences than blocks, so that these have several of them.
+    let many = (0..6).flat_map(|_| ragged.clone()).collect();
     for (i, (lens, block_size)) in [
+        (many, 64),
         (ragged.clone(), 64),
         (ragged, 16),
         (vec![5], 64),
