@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use afd_common::ids::LayerIdx;
 use afd_gpu::ops::{
-    Ahead, GqaDecode, GqaStep, GqaWrite, Mla, MlaQueries, MlaShape, MlaSizes, MlaStep, MlaWrite, NormRows,
-    ProductKernels, RowPlaces, Rows, Sample,
+    Ahead, GqaDecode, GqaStep, GqaWrite, Meanwhile, Mla, MlaQueries, MlaShape, MlaSizes, MlaStep, MlaWrite,
+    NormRows, ProductKernels, RowPlaces, Rows, Sample,
 };
 use afd_gpu::{Device, GpuError, Region, Stream};
 
@@ -32,6 +32,7 @@ const FEW_ROWS: usize = 16;
 pub(super) struct Kernels {
     rows: Rows,
     sample: Sample,
+    pub(super) meanwhile: Meanwhile,
     products: ProductKernels,
 }
 
@@ -67,7 +68,8 @@ enum Attend {
 impl Kernels {
     pub(super) fn new(device: &Device) -> Result<Self, GpuError> {
         let (rows, sample) = (Rows::new(device)?, Sample::new(device)?);
-        Ok(Self { rows, sample, products: ProductKernels::new(device)? })
+        let meanwhile = Meanwhile::new(device)?;
+        Ok(Self { rows, sample, meanwhile, products: ProductKernels::new(device)? })
     }
 }
 
@@ -172,7 +174,8 @@ impl StageRows {
         let products = self.products(padded)?;
         let shape = &model.shape;
         let layer = &model.layers[index];
-        // Not while the FFN is elsewhere: its rows would wait until all has been asked for, which cost more than it gave.
+        // Not while the FFN is elsewhere: its rows would wait until all has been asked for, which cost more than it gave. What is
+        // worth it is fetched behind them then (`fetch_next`).
         let now = match ffn_reads {
             Some(reads) if padded <= FEW_ROWS => layer.behind_the_write(Some(reads)),
             _ => Ahead::default(),
@@ -373,7 +376,7 @@ impl StageRows {
         NormRows { residual: &self.residual, weight, out: &self.x, also, more, rows, hidden, epsilon, ahead }
     }
 
-    fn max_blocks(&self, shape: &KernelShape) -> usize {
+    pub(super) fn max_blocks(&self, shape: &KernelShape) -> usize {
         shape.max_model_len.div_ceil(shape.block_size).next_multiple_of(4)
     }
 

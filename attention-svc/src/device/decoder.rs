@@ -16,6 +16,10 @@
 //! Where attention has them, they are computed right before a stage's answer is waited for: while the FFN works, and when no other
 //! stage's rows are left to send.
 //!
+//! # While the FFN works
+//! In a step of one stage attention's device is idle then. It brings part of what it reads next into its second-level cache: see
+//! `meanwhile`.
+//!
 //! # A step behind another
 //! A step may be enqueued while another runs, so that the device goes from one to the next by itself: the tokens of the one are
 //! there the ids of the other, everything else the host knows ahead. See `steps`.
@@ -161,7 +165,7 @@ impl Decoder {
         let keys = self.keys(ffn.max_rows(), ffn.max_stages());
         let rows: Vec<usize> = keys.iter().flatten().copied().collect();
         ffn.prepare(&rows)?;
-        self.warm_attention(stream, &keys).map_err(FfnLoss::from)?;
+        self.warm_attention(stream, &keys, ffn.is_elsewhere()).map_err(FfnLoss::from)?;
         let mut steps = 0;
         // The largest first: what later ones need is then there.
         for key in keys.iter().rev() {
@@ -185,13 +189,18 @@ impl Decoder {
     }
 
     /// Attention's own operations once, without an FFN that could wait for us meanwhile.
-    fn warm_attention(&mut self, stream: &Stream, keys: &[Vec<usize>]) -> Result<(), Failure> {
+    fn warm_attention(
+        &mut self,
+        stream: &Stream,
+        keys: &[Vec<usize>],
+        is_elsewhere: bool,
+    ) -> Result<(), Failure> {
         for key in keys {
             for (stage, &padded) in self.stages.iter_mut().zip(key) {
                 stage.rows.prepare(&self.kernels, stream, &self.model, padded)?;
                 stage.rows.upload_padding(&self.kernels, stream, padded)?;
             }
-            self.enqueue(stream, &mut Echo::new(), key)?;
+            self.enqueue(stream, &mut Echo::new(is_elsewhere), key)?;
         }
         Ok(stream.synchronize()?)
     }
@@ -228,10 +237,15 @@ impl Decoder {
         for (stage, &padded) in stages.iter().zip(key) {
             stage.rows.begin(kernels, stream, model, padded)?;
         }
+        // Between two stages' hops there is something else to do.
+        let is_idle = ffn.is_elsewhere() && key.len() == 1;
         for layer in 0..model.layers.len() {
             for (index, (stage, &padded)) in stages.iter_mut().zip(key).enumerate() {
                 if layer > 0 {
                     stage.rows.share(stream, model, layer - 1, padded)?;
+                    if is_idle {
+                        stage.rows.fetch_next(kernels, stream, model, layer - 1, padded)?;
+                    }
                     let summand = ffn.combine(stream, hop(layer - 1, index, padded))?;
                     stage.rows.land(kernels, stream, model, layer - 1, padded, &summand)?;
                 }
@@ -246,6 +260,9 @@ impl Decoder {
         let Some(last) = model.layers.len().checked_sub(1) else { return Ok(()) };
         for (index, (stage, &padded)) in stages.iter_mut().zip(key).enumerate() {
             stage.rows.share(stream, model, last, padded)?;
+            if is_idle {
+                stage.rows.fetch_next(kernels, stream, model, last, padded)?;
+            }
             let summand = ffn.combine(stream, hop(last, index, padded))?;
             stage.rows.land(kernels, stream, model, last, padded, &summand)?;
             stage.rows.choose(kernels, stream, model, padded)?;

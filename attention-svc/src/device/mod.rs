@@ -2,7 +2,7 @@
 //! device.
 //!
 //! In reading order: [`Decoder`] (a decode step and its graphs) → `inputs` (the host's numbers) → `attention` (one stage
-//! through the layers, with its `products`) ⇢ [`StreamFfn`] (the FFN behind it) → `local_ffn`; → `outcome` (what was chosen).
+//! through the layers, with its `products`, and what it does `meanwhile`) ⇢ [`StreamFfn`] (the FFN behind it) → `local_ffn`; → `outcome` (what was chosen).
 //!
 //! Whatever libtorch computes (prompts, and everything that our kernels are not made for) runs on [`Gpu::stream`],
 //! because the engine's thread holds a guard for it: one stream, so nothing needs to be ordered by hand.
@@ -17,6 +17,7 @@ mod capture_sizes;
 mod decoder;
 mod inputs;
 mod local_ffn;
+mod meanwhile;
 mod outcome;
 mod products;
 mod stream_ffn;

@@ -105,6 +105,11 @@ pub trait StreamFfn {
         None
     }
 
+    /// Whether attention's device has nothing else to do between a hop's dispatch and its combine, because the FFN is on others.
+    fn is_elsewhere(&self) -> bool {
+        false
+    }
+
     /// Changes when what was captured can no longer be used, because a rank was lost or came.
     fn generation(&self) -> u64;
 }
@@ -155,12 +160,14 @@ pub enum Summand {
 
 /// An FFN that gives back what it got: for making attention's own operations warm.
 pub(super) struct Echo {
+    is_elsewhere: bool,
     rows: Vec<(StageIdx, Region)>,
 }
 
 impl Echo {
-    pub(super) fn new() -> Self {
-        Self { rows: Vec::new() }
+    /// In the place of one that is [elsewhere](StreamFfn::is_elsewhere) or not.
+    pub(super) fn new(is_elsewhere: bool) -> Self {
+        Self { is_elsewhere, rows: Vec::new() }
     }
 }
 
@@ -191,6 +198,10 @@ impl StreamFfn for Echo {
 
     fn check(&mut self) -> Result<(), FfnLoss> {
         Ok(())
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        self.is_elsewhere
     }
 
     fn generation(&self) -> u64 {

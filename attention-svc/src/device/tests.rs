@@ -68,7 +68,7 @@ fn eager(model: &AttentionModel, cache: &mut KvCache, batch: &StageBatch) -> Ten
     x
 }
 
-fn agree(config: &str, sides: Sides) {
+fn agree(config: &str, sides: Sides, mut ffn: Echo) {
     let Some(gpu) = gpu() else { return };
     let _guard = gpu.enter().unwrap();
     let config = ModelConfig::from_json(&serde_json::from_str(config).unwrap(), None).unwrap();
@@ -86,7 +86,6 @@ fn agree(config: &str, sides: Sides) {
     let sizes = CaptureSizes::new(&[1, 8]).unwrap();
     let settings = GraphSettings { sizes, capture: true, max_stages: 1 };
     let mut decoder = Decoder::new(gpu.device(), kernels, settings).unwrap();
-    let mut ffn = Echo::new();
     decoder.warm_up(gpu.stream(), &mut ffn, StepId(1)).unwrap();
     let mut last = Tensor::zeros([0, config.hidden_size as i64], (Kind::BFloat16, device));
     for cache in [&mut by_torch, &mut by_kernels] {
@@ -222,17 +221,18 @@ fn gpu() -> Option<Gpu> {
 
 #[test]
 fn latent_attention_decodes_as_libtorch_does() {
-    agree(MLA, Sides::default());
+    agree(MLA, Sides::default(), Echo::new(false));
+    agree(MLA, Sides::default(), Echo::new(true));
 }
 
 #[test]
 fn shared_experts_on_attention_decode_as_libtorch_does() {
     let mixture = MLA.replace("\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 1");
     let shared_experts = SharedExpertPlacement::Attention;
-    agree(&mixture, Sides { shared_experts, ..Sides::default() });
+    agree(&mixture, Sides { shared_experts, ..Sides::default() }, Echo::new(true));
 }
 
 #[test]
 fn grouped_query_attention_decodes_as_libtorch_does() {
-    agree(GQA, Sides::default());
+    agree(GQA, Sides::default(), Echo::new(true));
 }

@@ -74,6 +74,10 @@ impl StreamFfn for RemoteFfn {
         checked
     }
 
+    fn is_elsewhere(&self) -> bool {
+        true
+    }
+
     fn generation(&self) -> u64 {
         self.streams.as_ref().map_or(0, Streams::generation)
     }
