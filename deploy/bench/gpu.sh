@@ -26,7 +26,7 @@ if [ "${1:-}" = --short ]; then
     shift
 fi
 out=${OUT:-.}
-[ $# -gt 0 ] || set -- machine rows products sample layer moe shared mla hops
+[ $# -gt 0 ] || set -- machine rows products sample layer moe shared waits mla hops
 
 # The wheels call NCCL libnccl.so.2; it is looked up as libnccl.so.
 wheels=$(python3 - <<'PY'
