@@ -1,25 +1,26 @@
-//! Without any instruction for it: bit by bit.
-use super::{BLOCK, BY_BLOCK, KEYS, Lanes, VECTOR_BYTES, moved};
+//! Rounds by a library, which has them for every CPU.
+use aes::Block;
+use aes::hazmat::cipher_round;
 
-pub(super) fn product(a: u64, b: u64) -> u128 {
-    (0..64).fold(0, |sum, bit| sum ^ ((u128::from(a) << bit) * u128::from((b >> bit) & 1)))
+use super::{BLOCK_BYTES, MORE, States, WORD_BYTES, join_with};
+
+fn round(state: u128, word: u128) -> u128 {
+    let mut block = Block::from(state.to_le_bytes());
+    cipher_round(&mut block, &Block::from(word.to_le_bytes()));
+    u128::from_le_bytes(block.into())
 }
 
-/// Vectors up to the next border of blocks, or whole blocks.
-pub(super) fn add(lanes: &mut Lanes, vectors: &[[u8; VECTOR_BYTES]]) {
-    for vector in vectors {
-        let keys = &KEYS.0[lanes.vectors];
-        let (words, _) = vector.as_chunks::<8>();
-        let keyed = |at: usize| u64::from_le_bytes(words[at]) ^ keys[at];
-        for (lane, block) in lanes.block.iter_mut().enumerate() {
-            *block ^= product(keyed(2 * lane), keyed(2 * lane + 1));
-        }
-        lanes.vectors += 1;
-        if lanes.vectors == BLOCK {
-            for (blocks, block) in lanes.blocks.iter_mut().zip(&mut lanes.block) {
-                *blocks = moved(*blocks, BY_BLOCK, product) ^ std::mem::take(block);
-            }
-            lanes.vectors = 0;
+pub(super) fn add(States(states): &mut States, blocks: &[[u8; BLOCK_BYTES]]) {
+    for block in blocks {
+        let (words, _) = block.as_chunks::<WORD_BYTES>();
+        for (state, word) in states.iter_mut().zip(words) {
+            *state = round(*state, u128::from_le_bytes(*word));
         }
     }
+}
+
+/// See [`join_with`].
+pub(super) fn join(States(states): &States, bytes: u64) -> u64 {
+    let joined = join_with(*states, bytes.into(), MORE, round);
+    joined as u64 ^ (joined >> 64) as u64
 }
