@@ -318,6 +318,30 @@ pub fn two_threads_exchange_ten_thousand_hops(fixture: &dyn Fixture) {
     });
 }
 
+/// Bodies that go in one piece, in several, and beyond what a socket holds, there and back.
+pub fn bodies_of_several_mib_arrive_whole(fixture: &dyn Fixture) {
+    const SIZES: [u32; 5] = [8 << 10, (8 << 10) + 1, 1, (24 << 10) + 7, 1 << 10];
+    let num_rows = SIZES[3];
+    let large =
+        |peer| Limits { max_rows: num_rows, max_body_bytes: num_rows * COLUMNS * 4, ..agreed(fixture, peer) };
+    let (mut a, mut b) = fixture.pair(large("B"), large("A"));
+    let bodies: Vec<_> = (1..).zip(SIZES).map(|(step, rows)| (step, body(rows, step))).collect();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for _ in SIZES {
+                let frame = b.next().unwrap();
+                b.answer(frame.header.hop, frame.body()).unwrap();
+            }
+        });
+        for (step, sent) in &bodies {
+            a.dispatch(*step, sent).unwrap();
+            let frame = a.next().unwrap();
+            assert_eq!(frame.header.hop.step.0, *step);
+            assert!(frame.body() == sent, "{} bytes", sent.len());
+        }
+    });
+}
+
 /// A peer that does not read holds nobody up.
 pub fn sending_never_blocks(fixture: &dyn Fixture) {
     let num_rows = fixture.large_rows();
@@ -358,6 +382,7 @@ macro_rules! link_contract_tests {
     ($fixture:expr) => {
         $crate::link_contract_tests! { $fixture;
             frames_arrive_whole_and_in_order
+            bodies_of_several_mib_arrive_whole
             side_tensors_and_text_travel
             credits_bound_what_is_in_flight
             frames_that_were_not_agreed_are_not_sent

@@ -16,7 +16,7 @@ use crate::frame::{
 const FIRST_READ_BYTES: usize = 64 << 10;
 const LEAST_READ_BYTES: usize = 4 << 10;
 /// Most bytes of a body that are read before their checksum is taken. What they hold of the next frame is copied once more.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = 512 << 10;
 
 /// One end's way in.
 #[derive(Clone)]

@@ -32,11 +32,13 @@ use reader::{Errand, Thread, end_link};
 
 /// Longest time that dropping a link waits for a peer that does not take what was sent before.
 const LINGER: Duration = Duration::from_millis(250);
-/// A body of which more than this is still to come is left to the reader thread.
-const LARGE_BYTES: usize = 1 << 20;
+/// A body of which more than this is still to come is left to the reader thread: less is held by the socket while the engine
+/// computes.
+const LARGE_BYTES: usize = 4 << 20;
 /// A body of more than this is summed and sent in pieces of so many bytes, where both ends agreed to have its sum behind it:
-/// the system copies each while the processor's cache still has it, and the peer reads it while the next one is summed.
-const PIECE_BYTES: usize = 256 << 10;
+/// the system copies each while the processor's cache still has it, and the peer reads it while the next one is summed. Each
+/// piece wakes the peer, who then takes the processor away if it has the same one: smaller ones cost more than they save.
+const PIECE_BYTES: usize = 2 << 20;
 
 /// One end of a link over TCP.
 pub struct TcpLink {

@@ -7,8 +7,9 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use afd_ffi::socket::{send_now, wait_writable};
+use afd_ffi::sum64::Sum64;
 
-use crate::frame::{BodyCheck, BodySum, Checksum, HEADER_BYTES, TRAILER_BYTES};
+use crate::frame::{HEADER_BYTES, TRAILER_BYTES};
 use crate::link::stream::LinkStream;
 
 /// Parts of a frame that go to the kernel in one call: header, rows, two side tensors, and more room than that.
@@ -87,15 +88,15 @@ impl Outbox {
         let len = body.iter().fold(HEADER_BYTES + TRAILER_BYTES, |sum, part| sum + part.len());
         let mut state = self.open()?;
         let mut leaving = Leaving::new(&mut state, stream, len, self.frame_bytes);
-        let mut check = BodyCheck::new(Checksum::Sum64);
+        let mut sum = Sum64::default();
         let (mut head, mut pieces) =
             (&header[..], body.iter().flat_map(|part| part.chunks(piece_bytes)).peekable());
         while let Some(piece) = pieces.next() {
-            check.update(piece);
+            sum.update(piece);
             let head = std::mem::take(&mut head);
             match pieces.peek() {
                 Some(_) => leaving.push(&Parts { head, body: &[piece] })?,
-                None => leaving.push(&Parts { head, body: &[piece, &trailer(&check)] })?,
+                None => leaving.push(&Parts { head, body: &[piece, &sum.finish().to_le_bytes()] })?,
             }
         }
         self.end(leaving)
@@ -180,15 +181,6 @@ impl Outbox {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-}
-
-/// What stands behind a body.
-fn trailer(check: &BodyCheck) -> [u8; TRAILER_BYTES] {
-    match check.sum() {
-        BodySum::Sum64(sum) => sum.to_le_bytes(),
-        // Nobody else puts a sum behind.
-        BodySum::Crc32c(sum) => u64::from(sum).to_le_bytes(),
     }
 }
 
