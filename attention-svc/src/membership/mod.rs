@@ -10,7 +10,6 @@ use afd_common::net::Tokens;
 use afd_common::proto::v1;
 use afd_common::proto::v1::membership_service_server::{MembershipService, MembershipServiceServer};
 use afd_common::spelling;
-use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
 pub mod announced;
@@ -19,7 +18,6 @@ pub(crate) mod load;
 pub mod peers;
 mod refused;
 
-use crate::api::{FfnPeers, Readiness};
 use announced::{Announced, Caller, FORGOTTEN_AFTER, network};
 use peers::Peers;
 use refused::Refused;
@@ -45,9 +43,9 @@ pub struct Membership {
     /// `ModelIdentity.fingerprint` of what is served.
     pub fingerprint: String,
     /// Whether requests can be served.
-    pub readiness: watch::Receiver<Readiness>,
+    pub is_ready: Box<dyn Fn() -> bool + Send + Sync>,
     /// FFN ranks in use.
-    pub ffn_peers: FfnPeers,
+    pub ffn_peers: Box<dyn Fn() -> Vec<v1::FfnPeer> + Send + Sync>,
     /// Names, as given or announced, whose FFN ranks are in use.
     pub used_names: Box<dyn Fn() -> BTreeSet<String> + Send + Sync>,
     /// Shards that the FFN ranks in use divide the layers into; 0 before the first has joined.
@@ -221,10 +219,10 @@ impl Membership {
         Ok(v1::ListPeersResponse {
             identity: Some(self.peers.identity().clone()),
             fingerprint: self.fingerprint.clone(),
-            ready: self.readiness.borrow().is_ready(),
+            ready: (self.is_ready)(),
             num_requests: self.peers.num_local(),
             announced: announced.map_or_else(Vec::new, |known| known.peers(Instant::now())),
-            ffn_peers: (self.ffn_peers)().in_use,
+            ffn_peers: (self.ffn_peers)(),
             attention_peers: self.peers.addresses(),
         })
     }

@@ -230,13 +230,14 @@ impl Server {
             },
         })?;
         let profile = profile::route::router(engine.clone(), Arc::clone(&stats.reports), config.ffn.rank);
+        let (is_ready, ffn_peers) = (readiness.subscribe(), ffn.peers());
         let membership = Membership {
             announced: ffn.announced(),
             peers: Arc::clone(&peers),
             join_token: (!config.ffn.join_token.is_empty()).then(|| Tokens::one(&config.ffn.join_token)),
             fingerprint,
-            readiness: readiness.subscribe(),
-            ffn_peers: ffn.peers(),
+            is_ready: Box::new(move || is_ready.borrow().is_ready()),
+            ffn_peers: Box::new(move || ffn_peers().in_use),
             used_names: ffn.used_names(),
             shard_count: ffn.shard_count(),
         };
