@@ -3,9 +3,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 use std::ptr;
+use std::sync::Mutex;
 
 use afd_ffi::{FfiError, MappedFile, Reads};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::header::{self, Entry};
 use super::{Part, WeightError, fp8};
@@ -19,6 +20,9 @@ const SAMPLE_BYTES: usize = 64;
 pub(super) struct Checkpoint {
     tensors: BTreeMap<String, Stored>,
     fp8_block: Option<(usize, usize)>,
+    /// `[elements]` f32, to dequantise in. Kept, because memory of this size that is given back between two tensors is never
+    /// quite large enough for the next, and what is left of it adds up to as much as the weights.
+    widened: Mutex<Tensor>,
 }
 
 struct Stored {
@@ -35,7 +39,8 @@ impl Checkpoint {
         } else {
             return Err(file_error(folder, format!("neither {SINGLE} nor {INDEX} is here")));
         };
-        Ok(Self { tensors, fp8_block })
+        let widened = Mutex::new(Tensor::empty([0], (Kind::Float, Device::Cpu)));
+        Ok(Self { tensors, fp8_block, widened })
     }
 
     /// Name, dtype and shape of every tensor, sorted by name.
@@ -81,21 +86,61 @@ impl Checkpoint {
         kind: Kind,
     ) -> Result<Tensor, WeightError> {
         let stored = self.find(name, shape)?;
+        if stored.entry.dtype == header::name_of(kind) && part.columns.is_none() {
+            let place = stored.place(&part.rows);
+            let (view, in_place) = stored.view(place.clone(), &part.rows, kind)?;
+            if in_place {
+                stored.file.prefetch(place);
+                return Ok(view);
+            }
+        }
+        let mut size = shape.to_vec();
+        if let Some(rows) = size.first_mut() {
+            *rows = part.rows.len() as i64;
+        }
+        if let (Some(columns), Some(cut)) = (size.get_mut(1), &part.columns) {
+            *columns = cut.len() as i64;
+        }
         let torch = |source| WeightError::Torch { name: name.into(), source };
-        if stored.entry.dtype == "F8_E4M3" {
-            return self.dequantised(name, shape, stored, part, kind);
-        }
-        let stored_kind = stored.kind()?;
-        let place = stored.place(&part.rows);
-        let (view, in_place) = stored.view(place.clone(), &part.rows, stored_kind)?;
-        if stored_kind == kind && part.columns.is_none() && in_place {
-            stored.file.prefetch(place);
-            return Ok(view);
-        }
-        let cut = cut_columns(&view, part).map_err(torch)?;
-        let copy = cut.f_to_dtype(kind, false, true).and_then(|copy| copy.f_contiguous()).map_err(torch)?;
-        stored.file.release(place);
+        let copy = Tensor::f_empty(&size, (kind, Device::Cpu)).map_err(torch)?;
+        self.convert(name, shape, part, &copy)?;
         Ok(copy)
+    }
+
+    /// The same rows of several matrices, `shape` each, below one another: a copy in `kind`.
+    pub(super) fn rows_joined(
+        &self,
+        names: &[&str],
+        shape: &[i64],
+        rows: &Range<usize>,
+        kind: Kind,
+    ) -> Result<Tensor, WeightError> {
+        let len = rows.len() as i64;
+        let mut size = shape.to_vec();
+        size[0] = len * names.len() as i64;
+        let torch = |source| WeightError::Torch { name: names.join(" | "), source };
+        let joined = Tensor::f_empty(&size, (kind, Device::Cpu)).map_err(torch)?;
+        for (name, at) in names.iter().zip(0..) {
+            let of_one = joined.f_narrow(0, at * len, len).map_err(torch)?;
+            self.convert(name, shape, &Part::rows(rows.clone()), &of_one)?;
+        }
+        Ok(joined)
+    }
+
+    /// Writes a part of the tensor to `out`, of the part's shape, in its dtype; gives the pages back that were read.
+    fn convert(&self, name: &str, shape: &[i64], part: &Part, out: &Tensor) -> Result<(), WeightError> {
+        let stored = self.find(name, shape)?;
+        if stored.entry.dtype == "F8_E4M3" {
+            return self.dequantise(name, shape, stored, part, out);
+        }
+        let place = stored.place(&part.rows);
+        let (view, _) = stored.view(place.clone(), &part.rows, stored.kind()?)?;
+        let torch = |source| WeightError::Torch { name: name.into(), source };
+        let cut = cut_columns(&view, part).map_err(torch)?;
+        // Only the handle is another: the memory is that of `out`.
+        out.shallow_clone().f_copy_(&cut).map_err(torch)?;
+        stored.file.release(place);
+        Ok(())
     }
 
     /// See [`Weights::indices`](super::Weights::indices).
@@ -130,14 +175,14 @@ impl Checkpoint {
         }
     }
 
-    fn dequantised(
+    fn dequantise(
         &self,
         name: &str,
         shape: &[i64],
         stored: &Stored,
         part: &Part,
-        kind: Kind,
-    ) -> Result<Tensor, WeightError> {
+        out: &Tensor,
+    ) -> Result<(), WeightError> {
         let (Some(block), &[rows, columns]) = (self.fp8_block, shape) else {
             return Err(WeightError::Dtype { name: name.into(), found: stored.entry.dtype.clone() });
         };
@@ -150,9 +195,15 @@ impl Checkpoint {
         let torch = |source| WeightError::Torch { name: name.into(), source };
         let cut = cut_columns(&view, part).map_err(torch)?;
         let first_column = part.columns.as_ref().map_or(0, |columns| columns.start);
-        let values = fp8::dequantise(&cut, &scales, block, (part.rows.start, first_column)).map_err(torch)?;
+        let origin = (part.rows.start, first_column);
+        let needed = block.0 as i64 * columns;
+        let mut widened = self.widened.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if (widened.numel() as i64) < needed {
+            *widened = Tensor::f_empty([needed], (Kind::Float, Device::Cpu)).map_err(torch)?;
+        }
+        fp8::dequantise(&cut, &scales, block, origin, &widened, out).map_err(torch)?;
         stored.file.release(place);
-        values.f_to_kind(kind).map_err(torch)
+        Ok(())
     }
 
     /// The same rows of several tensors as one view, when they lie behind one another in `kind`.

@@ -258,13 +258,19 @@ impl Weights {
                 return names.iter().map(|name| self.rows(name, shape, rows.clone())).collect();
             }
         }
+        for name in names {
+            self.note(name);
+            Part::rows(rows.clone()).check(name, shape)?;
+        }
         let torch = |source| WeightError::Torch { name: names.join(" | "), source };
-        if let (Source::Dummy(dummy), &[_, columns]) = (&self.source, shape) {
-            for name in names {
-                self.note(name);
-                Part::rows(rows.clone()).check(name, shape)?;
+        match (&self.source, shape) {
+            (Source::Dummy(dummy), &[_, columns]) => {
+                return Ok(vec![dummy.rows_joined(names, columns, &rows, self.kind).map_err(torch)?]);
             }
-            return Ok(vec![dummy.rows_joined(names, columns, &rows, self.kind).map_err(torch)?]);
+            (Source::Checkpoint(checkpoint), [_, _]) if self.device == Device::Cpu => {
+                return Ok(vec![checkpoint.rows_joined(names, shape, &rows, self.kind)?]);
+            }
+            _ => {}
         }
         let parts =
             names.iter().map(|name| self.rows(name, shape, rows.clone())).collect::<Result<Vec<_>, _>>()?;
