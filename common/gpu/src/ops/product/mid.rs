@@ -22,6 +22,10 @@ const SHARED_RING_BYTES: usize = 110 << 10;
 /// Most that such a block reads, or of weight if it shares the inner dimension.
 const SHARED_OWN_BYTES: usize = 128 << 10;
 const SHARED_WEIGHT_BYTES: usize = 64 << 10;
+/// A block that reads no more is over soon, and takes so much that three fill a multiprocessor: more of them would gather on those
+/// that the product ahead leaves free, where they keep each other and whoever comes behind them waiting.
+const SHORT_OWN_BYTES: usize = 64 << 10;
+const SHORT_ROOM_BYTES: usize = 74 << 10;
 const ALIGN_BYTES: usize = 1024;
 
 /// The kernels for all shapes.
@@ -131,7 +135,8 @@ fn cut(shape: &GemmShape, multiprocessors: usize) -> Option<Cut> {
                 let room = if shared { SHARED_RING_BYTES } else { RING_BYTES } - inbox;
                 let stages = (room / stage).min(MAX_STAGES).min(steps / splits);
                 let sums = if splits == 1 { of_block * (warpgroups * 64 + 4) * 4 } else { 0 };
-                let bytes = (stages * stage + inbox).max(sums) + ALIGN_BYTES;
+                let least = if own <= SHORT_OWN_BYTES { SHORT_ROOM_BYTES } else { 0 };
+                let bytes = (stages * stage + inbox).max(sums).max(least) + ALIGN_BYTES;
                 best = Some((ns, Cut { class, warpgroups, splits, row_tiles, stages, bytes }));
             }
         }
@@ -224,6 +229,19 @@ mod tests {
                 let sums = if cut.splits == 1 { rows * (columns + 4) * 4 } else { ring + pushed };
                 assert!(cut.bytes >= ring.max(sums) + ALIGN_BYTES, "{cut:?}");
             }
+        }
+    }
+
+    #[test]
+    fn of_short_products_three_blocks_fill_a_multiprocessor() {
+        let heads = |rows, inner, columns| {
+            let shape = GemmShape { batch: 16, ..GemmShape::linear(rows, inner, columns) };
+            cut(&shape, 132).unwrap()
+        };
+        for rows in [17, 32, 64, 128] {
+            let short = heads(rows, 128, 512).bytes;
+            assert!((3 * short..4 * short).contains(&(227 << 10)), "{short}");
+            assert!(heads(rows, 512, 128).bytes > short);
         }
     }
 
