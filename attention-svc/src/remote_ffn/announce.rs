@@ -84,9 +84,13 @@ impl Announcements {
         true
     }
 
-    /// The present step is over.
-    pub fn end(&mut self) {
-        self.current = None;
+    /// The present step is over. `skipped` are the edges, where some hop had no row for some shard: a rank that waits for its last
+    /// layer is told that nothing more comes.
+    pub fn end<'a>(&mut self, skipped: Option<impl Iterator<Item = &'a Edge>>, stats: &FfnStats) {
+        let Some(Announced { plan, to }) = self.current.take() else { return };
+        for edge in skipped.into_iter().flatten().filter(|edge| to.contains(&edge.id)) {
+            say(edge, Message::Cancel(v1::CancelStep { step_id: plan.step_id }), stats);
+        }
     }
 }
 
@@ -198,10 +202,23 @@ mod tests {
         let (mut said, edges) = (Announcements::default(), [edge]);
         said.begin(&outline(1, 4), edges.iter(), &stats);
         said.tell_ahead(&outline(2, 4), edges.iter(), &stats);
-        said.end();
+        said.end(None::<std::iter::Empty<_>>, &stats);
         said.begin(&outline(2, 4), edges.iter(), &stats);
         said.tell(&edges[0], &stats);
         assert_eq!(heard(&mut receiver), ["1.0", "2.0"]);
+    }
+
+    #[test]
+    fn where_hops_had_no_row_for_a_shard_the_end_of_a_step_is_told() {
+        let ((edge, mut receiver), stats) = (edge(1), FfnStats::default());
+        let (mut said, edges) = (Announcements::default(), [edge]);
+        said.begin(&outline(1, 4), edges.iter(), &stats);
+        said.tell_ahead(&outline(2, 4), edges.iter(), &stats);
+        said.end(Some(edges.iter()), &stats);
+        said.begin(&outline(2, 4), edges.iter(), &stats);
+        said.end(None::<std::iter::Empty<_>>, &stats);
+        said.end(Some(edges.iter()), &stats);
+        assert_eq!(heard(&mut receiver), ["1.0", "2.0", "-1"]);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! What a session's steps cost: written by the engine thread hop by hop, read by the session's control stream, which
 //! makes step reports of it. No clock of its own: times are passed in, microseconds since the Unix epoch.
 //!
-//! A step is over when the last layer of every planned stage has been served; without a plan, or with fewer stages than
+//! A step is over when the last layer of every planned stage has been served, or when the attention rank says that nothing
+//! more comes of it, as it does where the last layers had no row for this shard; without a plan, or with fewer stages than
 //! planned, when a hop of a later step begins. What nobody collects is bounded and the oldest is given up.
 //!
 //! A plan says whether its step is recorded, and its hops may be here first: they travel another way. So, where traces are
@@ -114,6 +115,8 @@ struct Book {
     open: VecDeque<StepAccount>,
     finished: VecDeque<StepAccount>,
     last_begun: Option<HopKey>,
+    /// The last step of which nothing more is to come.
+    withdrawn: Option<StepId>,
     /// Times of steps that ended without a plan, oldest first.
     unclaimed: VecDeque<(StepId, Vec<HopTimes>)>,
     traced: VecDeque<TracedStep>,
@@ -193,9 +196,17 @@ impl StepAccounts {
         self.close_finished(&mut book, step);
     }
 
-    /// A plan was withdrawn. Hops that have come nevertheless stay on the account.
+    /// A plan was withdrawn, or nothing more comes of a step: what has come of it is all.
     pub fn handle_cancel(&self, step: StepId) {
-        self.lock().open.retain(|account| account.step != step || account.num_hops > 0);
+        let mut book = self.lock();
+        // A hop whose answer the attention rank has may not be on the account yet.
+        book.withdrawn = Some(step);
+        if let Some(at) = book.open.iter().position(|account| account.step == step)
+            && let Some(account) = book.open.remove(at).filter(|account| account.num_hops > 0)
+        {
+            book.finish(account);
+            self.finished.notify_one();
+        }
     }
 
     /// A hop is about to be computed. Ends every earlier step. Whether there was a plan for it.
@@ -284,8 +295,10 @@ impl StepAccounts {
     }
 
     fn close_finished(&self, book: &mut Book, step: StepId) {
+        let is_withdrawn = book.withdrawn == Some(step);
         let over = |account: &StepAccount| {
-            account.step == step && account.plan.is_some_and(|plan| account.last_layer_hops >= plan.stages)
+            let is_served = account.plan.is_some_and(|plan| account.last_layer_hops >= plan.stages);
+            account.step == step && (is_served || is_withdrawn)
         };
         if let Some(at) = book.open.iter().position(over)
             && let Some(account) = book.open.remove(at)

@@ -217,10 +217,11 @@ impl FfnPort for RemoteFfn {
     }
 
     fn end_step(&mut self, _step: StepId) {
+        let skipped = self.hops.has_skipped().then(|| self.edges.warm());
+        self.announced.end(skipped, &self.stats);
         self.hops.clear();
         self.is_warming = false;
         self.edges.set_warming(false);
-        self.announced.end();
         let now = self.clock.now();
         if let Some(streams) = &mut self.streams {
             streams.end_step(&self.stats, now);

@@ -127,6 +127,25 @@ fn withdrawn_and_forgotten_steps_leave_nothing() {
 }
 
 #[test]
+fn a_step_whose_last_layers_go_elsewhere_is_over_when_that_is_said() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    accounts.handle_plan(StepId(1), plan(1));
+    serve(&accounts, 1, 0, 0);
+    assert!(accounts.under_way());
+    accounts.handle_cancel(StepId(1));
+    assert!(!accounts.under_way());
+    assert_eq!(accounts.take_finished().map(|account| account.num_hops), Some(1));
+    // Said before the last hop was on the account.
+    accounts.handle_plan(StepId(2), plan(1));
+    accounts.handle_cancel(StepId(2));
+    serve(&accounts, 2, 0, 0);
+    assert!(!accounts.under_way());
+    assert_eq!(accounts.take_finished().map(|account| account.num_hops), Some(1));
+    serve(&accounts, 3, 0, 0);
+    assert!(accounts.under_way(), "another step is not");
+}
+
+#[test]
 fn the_first_failure_of_a_step_is_kept() {
     let accounts = StepAccounts::new(LAYERS, false);
     accounts.handle_begin(FrameHeader::key(1, 0, 0));
