@@ -58,8 +58,8 @@ fn row(arg: &Arg) -> String {
             None => (help, String::new()),
         },
     };
-    let value =
-        arg.get_value_names().and_then(<[_]>::first).map(|name| format!(" {name}")).unwrap_or_default();
+    let shown = |name| if arg.is_require_equals_set() { format!("[={name}]") } else { format!(" {name}") };
+    let value = arg.get_value_names().and_then(<[_]>::first).map(shown).unwrap_or_default();
     let option = format!("--{}{value}", arg.get_long().unwrap_or_default());
     format!(
         "| `{}` | {} | {} |",
