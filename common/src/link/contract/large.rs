@@ -3,7 +3,7 @@ use std::thread;
 use std::time::Instant;
 
 use super::{COLUMNS, Fixture, PATIENCE, Side, agreed, body};
-use crate::link::{HopLink, Limits, LinkError};
+use crate::link::{Limits, LinkError};
 
 /// Bodies that go in one piece, in several, and beyond what a socket holds, there and back.
 pub fn bodies_of_several_mib_arrive_whole(fixture: &dyn Fixture) {
