@@ -84,11 +84,11 @@ impl Announcements {
         true
     }
 
-    /// The present step is over. `skipped` are the edges, where some hop had no row for some shard: a rank that waits for its last
-    /// layer is told that nothing more comes.
-    pub fn end<'a>(&mut self, skipped: Option<impl Iterator<Item = &'a Edge>>, stats: &FfnStats) {
-        let Some(Announced { plan, to }) = self.current.take() else { return };
-        for edge in skipped.into_iter().flatten().filter(|edge| to.contains(&edge.id)) {
+    /// The present step is over. Where some hop of it had no row for some shard, the ranks are told that nothing more comes:
+    /// they would wait for its last layer.
+    pub fn end<'a>(&mut self, has_skipped: bool, edges: impl Iterator<Item = &'a Edge>, stats: &FfnStats) {
+        let Some(Announced { plan, to }) = self.current.take().filter(|_| has_skipped) else { return };
+        for edge in edges.filter(|edge| to.contains(&edge.id)) {
             say(edge, Message::Cancel(v1::CancelStep { step_id: plan.step_id }), stats);
         }
     }
@@ -202,7 +202,7 @@ mod tests {
         let (mut said, edges) = (Announcements::default(), [edge]);
         said.begin(&outline(1, 4), edges.iter(), &stats);
         said.tell_ahead(&outline(2, 4), edges.iter(), &stats);
-        said.end(None::<std::iter::Empty<_>>, &stats);
+        said.end(false, edges.iter(), &stats);
         said.begin(&outline(2, 4), edges.iter(), &stats);
         said.tell(&edges[0], &stats);
         assert_eq!(heard(&mut receiver), ["1.0", "2.0"]);
@@ -214,10 +214,10 @@ mod tests {
         let (mut said, edges) = (Announcements::default(), [edge]);
         said.begin(&outline(1, 4), edges.iter(), &stats);
         said.tell_ahead(&outline(2, 4), edges.iter(), &stats);
-        said.end(Some(edges.iter()), &stats);
+        said.end(true, edges.iter(), &stats);
         said.begin(&outline(2, 4), edges.iter(), &stats);
-        said.end(None::<std::iter::Empty<_>>, &stats);
-        said.end(Some(edges.iter()), &stats);
+        said.end(false, edges.iter(), &stats);
+        said.end(true, edges.iter(), &stats);
         assert_eq!(heard(&mut receiver), ["1.0", "2.0", "-1"]);
     }
 
