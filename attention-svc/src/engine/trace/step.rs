@@ -1,7 +1,8 @@
 //! A recorded step as spans: `schedule`, one `attention` per layer and stage (and one `shared experts`, where they are
 //! attention's), one `hop` per layer, stage and shard with
-//! its `dispatch` and `combine`, and `sample`. Together they cover the step without a gap. What the FFN did meanwhile are
-//! children of the same hops, made by the FFN: both sides derive a hop's span id from its key.
+//! its `dispatch` and `combine`, `sample`, and `record`, the making of all these spans. Together they cover the step
+//! without a gap. What the FFN did meanwhile are children of the same hops, made by the FFN: both sides derive a hop's
+//! span id from its key.
 use std::time::{Duration, Instant};
 
 use afd_common::ids::{HopKey, LayerIdx};
@@ -110,7 +111,7 @@ impl StepRecorder {
         recorded.any(|spans| self.next_drawn || spans.wants_hops())
     }
 
-    /// Makes the spans of a step that began at `begun` and is over now.
+    /// Makes the spans of a step that began at `begun` and is over now but for this, which is part of what the step costs.
     pub(crate) fn end(
         &self,
         trace: &StepTrace,
@@ -139,8 +140,10 @@ impl StepRecorder {
         if let Some(last) = hops.iter().filter_map(|hop| hop.combined).max().filter(|_| error.is_none()) {
             self.spans.end(part("sample", last, end));
         }
+        let recorded = Instant::now();
+        self.spans.end(part("record", end, recorded));
         let micros = |time: Duration| time.as_micros() as i64;
-        let mut span = Span::new("step", &trace.context, clock.at(begun), clock.at(end))
+        let mut span = Span::new("step", &trace.context, clock.at(begun), clock.at(recorded))
             .with("afd.step", outline.step.0 as i64)
             .with("afd.phase", format!("{:?}", outline.phase).to_lowercase())
             .with("afd.stages", outline.stage_rows.len() as i64)
