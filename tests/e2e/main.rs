@@ -16,6 +16,7 @@ mod peers;
 mod phases;
 mod plans;
 mod probe;
+mod profile;
 mod scale;
 mod shared_experts;
 mod shutdown;

@@ -57,7 +57,7 @@ fn router() -> anyhow::Result<Router> {
         metrics: Metrics::new(),
         tracing: RequestTracing::default(),
     })?;
-    Ok(api::router(api, tonic::service::Routes::default())?)
+    Ok(api::router(api, tonic::service::Routes::default(), Router::new())?)
 }
 
 const PATHS: [&str; 4] = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"];

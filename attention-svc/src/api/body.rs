@@ -18,7 +18,7 @@ const LINGER_BYTES: usize = 256 << 20;
 /// # Errors
 /// [`ApiError::Encoded`], [`ApiError::BodyTooLarge`], [`ApiError::BodyTimeout`], or [`ApiError::Malformed`] when the
 /// sender broke off.
-pub(super) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Result<Bytes, ApiError> {
+pub(crate) async fn read(headers: &HeaderMap, body: Body, limit: usize) -> Result<Bytes, ApiError> {
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
     let mut frames = body.into_data_stream();
     let mut read = Vec::with_capacity(announced.unwrap_or(0).min(limit));

@@ -77,6 +77,12 @@ pub enum ApiError {
         /// What was seen.
         why: String,
     },
+    /// Somebody else records a profile.
+    #[error("{0}")]
+    ProfileUnderWay(String),
+    /// Nothing came of a profile in its time.
+    #[error("{0}")]
+    NothingRecorded(String),
     /// The engine ended or refused the sequence.
     #[error(transparent)]
     Sequence(#[from] SequenceError),
@@ -146,6 +152,9 @@ impl ApiError {
             Self::Duplicate(_) => {
                 kind(StatusCode::CONFLICT, Code::AlreadyExists, invalid, "duplicate_request_id")
             }
+            Self::ProfileUnderWay(_) => {
+                kind(StatusCode::CONFLICT, Code::AlreadyExists, invalid, "profile_under_way")
+            }
             Self::PeerLost { .. } => Kind {
                 retry_after: second,
                 ..kind(StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable, "server_error", "peer_lost")
@@ -170,7 +179,7 @@ impl ApiError {
                 retry_after: second,
                 ..kind(StatusCode::SERVICE_UNAVAILABLE, Code::Unavailable, "server_error", "shutting_down")
             },
-            Self::Sequence(SequenceError::DeadlineExceeded { .. }) => kind(
+            Self::NothingRecorded(_) | Self::Sequence(SequenceError::DeadlineExceeded { .. }) => kind(
                 StatusCode::GATEWAY_TIMEOUT,
                 Code::DeadlineExceeded,
                 "timeout_error",

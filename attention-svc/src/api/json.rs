@@ -9,7 +9,7 @@ use super::validate::FieldError;
 
 /// The fields of an object not taken yet.
 #[derive(Debug)]
-pub(super) struct Fields {
+pub(crate) struct Fields {
     map: Map<String, Value>,
     /// Put before names in errors, such as `messages[0].`.
     prefix: String,
@@ -21,7 +21,7 @@ impl Fields {
     /// # Errors
     /// [`ApiError::Malformed`]; [`ApiError::Field`] where the syntax error is the value of a field (`NaN`), or a field is
     /// given twice.
-    pub(super) fn parse(body: &[u8]) -> Result<Self, ApiError> {
+    pub(crate) fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body).map_err(|e| {
             ApiError::Malformed(format!("the body is not UTF-8 from byte {}", e.valid_up_to()))
         })?;
@@ -75,12 +75,12 @@ impl Fields {
     }
 
     /// A number.
-    pub(super) fn number(&mut self, name: &str) -> Result<Option<f64>, FieldError> {
+    pub(crate) fn number(&mut self, name: &str) -> Result<Option<f64>, FieldError> {
         self.take(name).map(|v| v.as_f64().ok_or_else(|| self.wrong(name, "a number", &v))).transpose()
     }
 
     /// A whole number.
-    pub(super) fn integer(&mut self, name: &str) -> Result<Option<i64>, FieldError> {
+    pub(crate) fn integer(&mut self, name: &str) -> Result<Option<i64>, FieldError> {
         self.take(name)
             .map(|v| whole(&v).ok_or_else(|| self.wrong(name, "a whole number below 2^63", &v)))
             .transpose()
@@ -145,7 +145,7 @@ impl Fields {
     }
 
     /// All fields must have been taken.
-    pub(super) fn finish(self) -> Result<(), FieldError> {
+    pub(crate) fn finish(self) -> Result<(), FieldError> {
         match self.map.keys().next() {
             None => Ok(()),
             Some(name) => Err(FieldError::new(self.path(name), "is not a known field")),

@@ -12,14 +12,14 @@ use afd_common::proto::v1;
 use afd_common::telemetry::{MetricError, Metrics};
 use tokio::sync::watch;
 
-mod body;
+pub(crate) mod body;
 pub mod engine;
 pub mod error;
 mod forward;
 pub mod generation;
 pub mod grpc;
 mod ids;
-mod json;
+pub(crate) mod json;
 mod metrics;
 pub mod openai;
 pub mod plan;

@@ -10,13 +10,14 @@ use axum::routing::{get, post};
 use super::error::ApiError;
 use super::{Api, forward, grpc, openai};
 
-/// HTTP routes and gRPC services; `extra` are further gRPC services of this process.
+/// HTTP routes and gRPC services; `extra` are further gRPC services of this process, and `more` further routes.
 ///
 /// # Errors
 /// When the descriptors for reflection cannot be read: a mistake of the build.
 pub fn router(
     api: Arc<Api>,
     extra: tonic::service::Routes,
+    more: Router,
 ) -> Result<Router, tonic_reflection::server::Error> {
     let readiness = api.readiness.clone();
     let http = Router::new()
@@ -29,6 +30,8 @@ pub fn router(
         .with_state(Arc::clone(&api))
         .merge(health::routes(move || readiness.borrow().standing()))
         .merge(api.metrics.router())
+        .merge(more)
+        // After all of them: it is theirs only.
         .method_not_allowed_fallback(method_not_allowed);
     let forward = axum::middleware::from_fn_with_state(Arc::clone(&api), forward::to_the_least_loaded);
     let grpc = grpc::services(api, extra)?.into_axum_router().reset_fallback();

@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use afd_common::config::units::Span;
 use afd_common::link::LinkKind;
 use afd_common::link::timing::{self, Measured, Placed, Placement, RoundTrips, Series, Settings, Spread};
+use afd_common::process::out_file::JsonOut;
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::BenchError;
-use super::report::{table, write_json};
+use super::report::table;
 use crate::plan::calibrate::{LinkName, LinkPoint, Measured as Points};
 
 /// Rounds in which every way gets its turn at every size.
@@ -54,6 +55,8 @@ fn parse_kind(text: &str) -> Result<LinkKind, String> {
 /// # Errors
 /// [`BenchError`].
 pub(super) async fn run(args: LinksArgs) -> Result<(), BenchError> {
+    let not_written = BenchError::write(args.json.as_deref());
+    let out = JsonOut::open(args.json.as_deref()).map_err(&not_written)?;
     let settings = Settings {
         kinds: args.kinds,
         rows: args.rows,
@@ -65,7 +68,7 @@ pub(super) async fn run(args: LinksArgs) -> Result<(), BenchError> {
     let measured = tokio::task::spawn_blocking(move || timing::measure(&asked)).await;
     let measured = measured.map_err(|error| BenchError::Links(error.to_string()))?;
     let measured = measured.map_err(|error| BenchError::Links(error.to_string()))?;
-    if write_json(args.json.as_deref(), &json(&settings, &measured, args.scale_up))? {
+    if out.write(&json(&settings, &measured, args.scale_up)).map_err(not_written)? {
         println!("{}", text(&settings, &measured));
     }
     Ok(())

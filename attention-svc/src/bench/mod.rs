@@ -4,10 +4,12 @@
 //! In reading order: `levels` (how much load) → `request` (one answer, timed as it streams) → `sides` (what the two sides
 //! did meanwhile) → `stats` (percentiles) → `layers` (where a decode step goes, from the server's own `exposition`) →
 //! `report` (tables and JSON). `links` is another command: it needs no server.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use afd_common::config::option::{OptionError, at_least, refuse};
 use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
+use afd_common::process::out_file::JsonOut;
 use clap::{Args, Subcommand};
 use ffn_svc::probe::dial::TlsOptions;
 
@@ -143,6 +145,12 @@ pub enum BenchError {
 }
 
 impl BenchError {
+    /// Of `--json`.
+    fn write(path: Option<&Path>) -> impl Fn(std::io::Error) -> Self {
+        let path = path.unwrap_or(Path::new("-")).display().to_string();
+        move |source| Self::Write { path: path.clone(), source }
+    }
+
     /// How the process ends with it.
     pub fn exit(&self) -> Exit {
         match self {
@@ -153,26 +161,28 @@ impl BenchError {
 }
 
 impl ServerArgs {
+    fn check(&self) -> Result<(), OptionError> {
+        at_least("--input-len", 1, self.input_len)?;
+        at_least("--output-len", 1, self.output_len)?;
+        at_least("--vocab-size", 4, self.vocab_size)?;
+        let least = layers::MIN_OUTPUT_LEN;
+        if self.layers && self.output_len < least {
+            let what = format!(
+                "is {}; expected at least {least} with --layers, which looks at the server twice during an answer",
+                self.output_len
+            );
+            return refuse("--output-len", what);
+        }
+        at_least("--requests-per-level", 1, self.requests_per_level.unwrap_or(1))?;
+        self.concurrency.iter().try_for_each(|n| at_least("--concurrency", 1, *n).map(drop))?;
+        match self.rate.iter().find(|rate| !(rate.is_finite() && **rate > 0.0)) {
+            Some(rate) => refuse("--rate", format!("is {rate}; expected more than 0")),
+            None => Ok(()),
+        }
+    }
+
     fn levels(&self) -> Result<Vec<Level>, BenchError> {
-        let refuse = |what: &str| Err(BenchError::Option(what.to_owned()));
-        if self.input_len == 0 || self.output_len == 0 {
-            return refuse("--input-len and --output-len must be at least 1");
-        }
-        if self.vocab_size < 4 {
-            return refuse("--vocab-size must be at least 4");
-        }
-        if self.layers && self.output_len < layers::MIN_OUTPUT_LEN {
-            return Err(BenchError::Option(format!(
-                "--layers looks at the server twice during an answer: --output-len must be at least {}",
-                layers::MIN_OUTPUT_LEN
-            )));
-        }
-        if self.requests_per_level == Some(0) || self.concurrency.contains(&0) {
-            return refuse("--concurrency and --requests-per-level must be at least 1");
-        }
-        if self.rate.iter().any(|rate| !(rate.is_finite() && *rate > 0.0)) {
-            return refuse("--rate must be positive");
-        }
+        self.check().map_err(|error| BenchError::Option(error.to_string()))?;
         let closed = |n: &usize| Level {
             shape: Shape::Concurrency(*n),
             requests: self.requests_per_level.unwrap_or((n * 4).max(8)),
@@ -211,6 +221,8 @@ pub async fn run(args: BenchArgs) -> Result<(), BenchError> {
 
 async fn server(args: ServerArgs) -> Result<(), BenchError> {
     let levels = args.levels()?;
+    let not_written = BenchError::write(args.json.as_deref());
+    let out = JsonOut::open(args.json.as_deref()).map_err(&not_written)?;
     let url = args.url.as_deref().ok_or_else(|| BenchError::Option("--url is needed".into()))?;
     let mut targets = vec![args.target(url).await?];
     if let Some(url) = &args.compare {
@@ -245,8 +257,41 @@ async fn server(args: ServerArgs) -> Result<(), BenchError> {
         layers.push(layers::measure(&targets[0], &prompts.of_level(index), *concurrency).await?);
     }
     let json = report::json(&runs, &layers, args.input_len, args.output_len);
-    if report::write_json(args.json.as_deref(), &json)? {
+    if out.write(&json).map_err(not_written)? {
         println!("{}", report::tables(&runs, &layers, args.input_len, args.output_len));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        bench: BenchArgs,
+    }
+
+    #[test]
+    fn an_option_that_cannot_be_is_named_with_its_value_and_what_can() {
+        for (given, said) in [
+            ("--input-len 0", "--input-len is 0; expected at least 1"),
+            ("--output-len 0", "--output-len is 0; expected at least 1"),
+            ("--vocab-size 3", "--vocab-size is 3; expected at least 4"),
+            ("--concurrency 1,0", "--concurrency is 0; expected at least 1"),
+            ("--requests-per-level 0", "--requests-per-level is 0; expected at least 1"),
+            ("--rate 2,0", "--rate is 0; expected more than 0"),
+            (
+                "--layers --output-len 7",
+                "--output-len is 7; expected at least 8 with --layers, which looks at the server twice during an answer",
+            ),
+        ] {
+            let words = format!("bench --url http://a:1 {given}");
+            let line = Line::try_parse_from(words.split(' ')).unwrap();
+            assert_eq!(line.bench.server.levels().unwrap_err().to_string(), said);
+        }
+    }
 }

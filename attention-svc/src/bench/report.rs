@@ -1,10 +1,8 @@
 //! What was measured, as tables for people and JSON for machines.
 use std::fmt::Write as _;
-use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::BenchError;
 use super::layers::{self, LayerTimes};
 use super::levels::{Outcome, Shape};
 use super::stats::Spread;
@@ -50,24 +48,6 @@ impl Figures {
             per_token: Spread::of(answers.iter().filter_map(per_token)),
             inter_token: Spread::of(answers.iter().flat_map(|a| a.gaps.iter().copied())),
             end_to_end: Spread::of(answers.iter().map(|a| a.last)),
-        }
-    }
-}
-
-/// Writes `--json`; whether tables are still to be printed.
-///
-/// # Errors
-/// [`BenchError::Write`].
-pub(super) fn write_json(path: Option<&Path>, json: &Value) -> Result<bool, BenchError> {
-    match path {
-        None => Ok(true),
-        Some(path) if path.as_os_str() == "-" => {
-            println!("{json:#}");
-            Ok(false)
-        }
-        Some(path) => {
-            let failed = |source| BenchError::Write { path: path.display().to_string(), source };
-            std::fs::write(path, format!("{json:#}\n")).map_err(failed).map(|()| true)
         }
     }
 }

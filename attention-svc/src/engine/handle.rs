@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use afd_common::link::Doorbell;
 use crossbeam_channel::{Receiver, Sender};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, watch};
 
 use super::ffn_port::Ending;
-use super::profile::{Profile, ProfiledStep};
+use super::profile::{Profile, Recorded};
 use super::{EngineConfig, EngineMetrics};
 use crate::request::{SequenceError, SequenceId, SequenceRequest};
 use crate::scheduler::{Scheduler, SchedulerLimits};
@@ -125,13 +125,14 @@ impl EngineHandle {
         let _ = self.send(Command::Abort(id));
     }
 
-    /// Records the next steps. The answer comes when they have run; dropping it ends the recording. There is
-    /// one at a time: whoever calls again meanwhile takes its place.
-    pub fn profile(&self, num_steps: usize) -> oneshot::Receiver<Vec<ProfiledStep>> {
-        let (reply, answer) = oneshot::channel();
-        // An engine that has ended drops what it is sent, which the answer tells.
-        let _ = self.send(Command::Profile(Profile::new(num_steps, reply)));
-        answer
+    /// Records the next steps. Each comes when it has run, and the channel ends behind the last, or with the engine; dropping
+    /// it ends the recording. There is one at a time: whoever calls again meanwhile takes its place.
+    pub fn profile(&self, num_steps: usize) -> mpsc::UnboundedReceiver<Recorded> {
+        // Bounded by the number of steps.
+        let (sender, recorded) = mpsc::unbounded_channel();
+        // An engine that has ended drops what it is sent, which ends the channel.
+        let _ = self.send(Command::Profile(Profile::new(num_steps, sender)));
+        recorded
     }
 
     /// Ends everything that is there, and was submitted before this, with an error.

@@ -35,6 +35,6 @@ pub use ffn_port::{DeviceTimes, Ending, FfnLoss, FfnPort, HopRecord, SideTensors
 pub use forward::{DeviceChoice, StageOutput};
 pub use handle::{EngineHandle, EngineState};
 pub use metrics::{Counter, EngineMetrics, Gauge};
-pub use profile::ProfiledStep;
+pub use profile::{ProfiledStep, Recorded};
 pub use thread::{EngineDeath, EngineStartError, spawn};
 pub use trace::{AttendRecord, EngineTracing, Work};

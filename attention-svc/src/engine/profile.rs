@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use afd_common::ids::StepId;
-use tokio::sync::oneshot;
+use tokio::sync::mpsc;
 
 use super::HopRecord;
 use super::ffn_port::StepOutline;
@@ -40,6 +40,15 @@ pub struct ProfiledStep {
     pub hops: Vec<HopRecord>,
 }
 
+/// What a recording sends as its steps end.
+#[derive(Clone, Debug)]
+pub enum Recorded {
+    /// The first one, which is not recorded.
+    First,
+    /// Each of the others.
+    Step(Box<ProfiledStep>),
+}
+
 /// What was noted of a step, and by whom.
 pub(super) struct StepTimes<'a> {
     pub(super) forward: ForwardTimes,
@@ -52,23 +61,23 @@ pub(super) struct StepTimes<'a> {
 pub(super) struct Profile {
     num_steps: usize,
     has_begun: bool,
-    steps: Vec<ProfiledStep>,
-    reply: oneshot::Sender<Vec<ProfiledStep>>,
+    num_recorded: usize,
+    recorded: mpsc::UnboundedSender<Recorded>,
 }
 
 impl Profile {
-    pub(super) fn new(num_steps: usize, reply: oneshot::Sender<Vec<ProfiledStep>>) -> Self {
-        Self { num_steps, has_begun: false, steps: Vec::new(), reply }
+    pub(super) fn new(num_steps: usize, recorded: mpsc::UnboundedSender<Recorded>) -> Self {
+        Self { num_steps, has_begun: false, num_recorded: 0, recorded }
     }
 
     /// Whether anybody still wants it.
     pub(super) fn is_wanted(&self) -> bool {
-        !self.reply.is_closed()
+        !self.recorded.is_closed()
     }
 
     /// Whether the step after the present one will be wanted too.
     pub(super) fn goes_on(&self) -> bool {
-        !self.has_begun || self.steps.len() + 1 < self.num_steps
+        !self.has_begun || self.num_recorded + 1 < self.num_steps
     }
 
     /// A step is over. Gives itself back while more are to come.
@@ -79,9 +88,10 @@ impl Profile {
         times: StepTimes<'_>,
     ) -> Option<Self> {
         if !std::mem::replace(&mut self.has_begun, true) {
-            return Some(self);
+            return self.send(Recorded::First);
         }
-        self.steps.push(ProfiledStep {
+        self.num_recorded += 1;
+        let step = ProfiledStep {
             step: outline.step,
             phase: outline.phase,
             rows: outline.stage_rows.iter().sum(),
@@ -93,12 +103,13 @@ impl Profile {
             on_device: times.on_device,
             attends: times.attends.to_vec(),
             hops: times.hops.to_vec(),
-        });
-        if self.steps.len() < self.num_steps {
-            return Some(self);
-        }
+        };
+        self.send(Recorded::Step(Box::new(step)))
+    }
+
+    fn send(self, recorded: Recorded) -> Option<Self> {
         // Whoever asked may have gone.
-        let _ = self.reply.send(self.steps);
-        None
+        let is_wanted = self.recorded.send(recorded).is_ok();
+        (is_wanted && self.num_recorded < self.num_steps).then_some(self)
     }
 }

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
+use afd_common::process::out_file::OutFile;
+use afd_common::spelling::count;
 use clap::Args;
 
 pub mod chrome;
@@ -37,6 +39,23 @@ pub struct ProfileArgs {
     /// File with a bearer token to send
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
+}
+
+/// What an answer says beside its timeline.
+#[derive(Debug, Default, serde::Deserialize)]
+struct Answer {
+    #[serde(default, rename = "otherData")]
+    other_data: Recording,
+}
+
+/// See [`route`].
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(default)]
+struct Recording {
+    /// None in the answer of an earlier version.
+    steps: Option<u64>,
+    /// Why there are fewer than were asked for, with both numbers.
+    fewer: Option<String>,
 }
 
 /// Why there is no timeline.
@@ -77,6 +96,8 @@ impl ProfileError {
 /// # Errors
 /// [`ProfileError`].
 pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
+    // First: a path that is no good should not cost a recording.
+    let out = OutFile::open(&args.out).map_err(|source| file("--out", &args.out, source))?;
     let failed = |what: String| ProfileError::Server { url: args.url.clone(), what };
     let limit = args.timeout.0 + FOR_THE_WAY;
     let client = reqwest::Client::builder().no_proxy().timeout(limit).build();
@@ -94,8 +115,11 @@ pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
     if !status.is_success() {
         return Err(failed(served::refusal(status, &text)));
     }
-    std::fs::write(&args.out, &text).map_err(|source| file("--out", &args.out, source))?;
-    println!("{} bytes written to {}; open it at https://ui.perfetto.dev", text.len(), args.out.display());
+    out.write(&text).map_err(|source| file("--out", &args.out, source))?;
+    let Answer { other_data: Recording { steps, fewer } } = serde_json::from_str(&text).unwrap_or_default();
+    let recorded = fewer.or(steps.map(|steps| count(steps, "step"))).unwrap_or_else(|| "recorded".into());
+    let (bytes, path) = (text.len(), args.out.display());
+    println!("{recorded}: {bytes} bytes written to {path}; open it at https://ui.perfetto.dev");
     Ok(())
 }
 

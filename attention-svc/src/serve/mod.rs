@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use afd_common::config::device::DeviceError;
-use afd_common::net::{Drained, Listener, NetError, Options, Tokens};
+use afd_common::net::{Drained, Listener, NetError, Options};
 use afd_common::process::address_file::{self, AddressFileError};
 use afd_common::process::exit::Exit;
 use afd_common::process::stop::Told;
@@ -25,14 +25,13 @@ mod ffn;
 mod metrics;
 mod model;
 mod readiness;
+mod routes;
 
-use crate::api::{self, Api, ApiLimits, ApiParts, Readiness};
+use crate::api::Readiness;
 use crate::config::{OptionError, PeersConfig, ServeConfig};
 use crate::engine::{self, AttentionPort, CachedAttention, EngineDeath, EngineHandle, EngineStartError};
-use crate::membership::Membership;
 use crate::membership::peers::{PeerSettings, Peers};
 use crate::model::{ModelError, NoKernels};
-use crate::profile;
 use crate::remote_ffn::directory::DirectoryError;
 use crate::request::SequenceError;
 use crate::text::TextError;
@@ -211,38 +210,21 @@ impl Server {
         metrics::port(&metrics, &listener.stats())?;
         config.trace.spans.count(&metrics)?;
 
-        let (readiness, readiness_receiver) = watch::channel(Readiness::Waiting(ffn.describe()));
-        let fingerprint = loaded.identity.fingerprint.clone();
-        let peers = Arc::new(peers(&config, by.identity.clone(), fingerprint.clone()));
-        let api = Api::new(ApiParts {
-            engine: Arc::new(engine.clone()),
-            model: loaded.served,
-            by,
-            text: loaded.text,
-            limits: ApiLimits { max_body_bytes: config.capacity.max_body_bytes },
-            readiness: readiness_receiver,
-            ffn_peers: ffn.peers(),
-            peers: Arc::clone(&peers),
+        let readiness = watch::Sender::new(Readiness::Waiting(ffn.describe()));
+        let peers = Arc::new(peers(&config, by.identity.clone(), loaded.identity.fingerprint));
+        let router = routes::Parts {
+            config: &config,
+            engine: &engine,
+            stats: &stats,
+            ffn: &ffn,
+            peers: &peers,
+            readiness: &readiness,
             metrics,
-            tracing: api::RequestTracing {
-                spans: config.trace.spans.clone(),
-                sampling: config.trace.sampling,
-            },
-        })?;
-        let profile = profile::route::router(engine.clone(), Arc::clone(&stats.reports), config.ffn.rank);
-        let (is_ready, ffn_peers) = (readiness.subscribe(), ffn.peers());
-        let membership = Membership {
-            announced: ffn.announced(),
-            peers: Arc::clone(&peers),
-            join_token: (!config.ffn.join_token.is_empty()).then(|| Tokens::one(&config.ffn.join_token)),
-            fingerprint,
-            is_ready: Box::new(move || is_ready.borrow().is_ready()),
-            ffn_peers: Box::new(move || ffn_peers().in_use),
-            used_names: ffn.used_names(),
-            shard_count: ffn.shard_count(),
-        };
-        let routes = tonic::service::Routes::new(membership.service());
-        let router = api::router(api, routes)?.merge(profile);
+            by,
+            model: loaded.served,
+            text: loaded.text,
+        }
+        .into_router()?;
         let stop_port = CancellationToken::new();
         if !peers.is_empty() {
             tokio::spawn(Arc::clone(&peers).run(stop_port.clone()));

@@ -318,3 +318,39 @@ async fn unknown_names_are_404() {
     let (status, answer) = server.get(COMPLETIONS).await;
     assert_eq!((status, &answer["error"]["code"]), (405, &json!("method_not_allowed")));
 }
+
+#[tokio::test]
+async fn every_route_refuses_with_an_error_object() {
+    let server = Server::start("tiny-llama").await;
+    for (method, path, expected, code) in [
+        ("GET", COMPLETIONS, 405, "method_not_allowed"),
+        ("DELETE", CHAT, 405, "method_not_allowed"),
+        ("PUT", "/tokenize", 405, "method_not_allowed"),
+        ("GET", "/detokenize", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/v1/models/tiny", 405, "method_not_allowed"),
+        ("POST", "/live", 405, "method_not_allowed"),
+        ("POST", "/ready", 405, "method_not_allowed"),
+        ("POST", "/v2/health/ready", 405, "method_not_allowed"),
+        ("POST", "/version", 405, "method_not_allowed"),
+        ("PATCH", "/metrics", 405, "method_not_allowed"),
+        ("GET", "/", 404, "unknown_url"),
+        ("OPTIONS", "/v1/nothing", 404, "unknown_url"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+        ("GET", "/v1/models/%ff", 400, "invalid_body"),
+        ("POST", "/afd.v1.LayerStageService/Describe", 404, "wrong_role"),
+        ("GET", "/afd.v1.InferenceService/Generate", 415, "grpc_only"),
+        ("POST", "/grpc.health.v1.Health/Check", 415, "grpc_only"),
+    ] {
+        let answer = server.http.request(method.parse().unwrap(), server.url(path)).send().await.unwrap();
+        let (status, text) = (answer.status(), answer.text().await.unwrap());
+        let error: Value =
+            serde_json::from_str(&text).unwrap_or_else(|_| panic!("{method} {path}: {status} {text:?}"));
+        assert_eq!(
+            (status.as_u16(), &error["error"]["code"]),
+            (expected, &json!(code)),
+            "{method} {path}: {error}"
+        );
+        assert!(error["error"]["message"].is_string() && error["error"]["type"].is_string(), "{error}");
+    }
+}

@@ -208,7 +208,7 @@ impl Server {
             tracing: RequestTracing::default(),
         })
         .unwrap();
-        let router = api::router(api, tonic::service::Routes::default()).unwrap();
+        let router = api::router(api, tonic::service::Routes::default(), axum::Router::new()).unwrap();
         let listener = Listener::bind(([127, 0, 0, 1], 0).into()).await.unwrap();
         let (address, stop) = (listener.address(), CancellationToken::new());
         let http = reqwest::Client::builder().timeout(Duration::from_secs(20)).build().unwrap();

@@ -8,14 +8,13 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use axum::Json;
 use axum::body::Body;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use http::{HeaderValue, Request, StatusCode, header};
-use serde_json::json;
 use sha2::{Digest, Sha256};
 use subtle::{Choice, ConstantTimeEq};
 
+use super::json_error::json_error;
 use super::reread::Reread;
 
 /// Bearer tokens, as digests. Which of them a caller has, and how much of it was right, does not show in the time that
@@ -191,8 +190,7 @@ impl Refusal {
             Self::Certificate => "certificate_required",
             Self::Token(_) => "invalid_api_key",
         };
-        let error = json!({"message": self.to_string(), "type": "invalid_request_error", "param": null, "code": code});
-        let mut response = (StatusCode::UNAUTHORIZED, Json(json!({"error": error}))).into_response();
+        let mut response = json_error(StatusCode::UNAUTHORIZED, code, &self.to_string());
         if let Self::Token(_) = self {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }

@@ -12,8 +12,12 @@ use axum::middleware::{map_request, map_response};
 use axum::response::Response;
 use axum::{BoxError, Router};
 use bytes::Bytes;
+use http::StatusCode;
 use hyper::body::{Frame, SizeHint};
 use tonic::{Code, Status};
+
+use super::{is_grpc, json_error};
+use crate::spelling::shown;
 
 /// A flag and a length.
 const HEAD_BYTES: usize = 5;
@@ -25,7 +29,12 @@ const TOO_LARGE: &str = "message length too large";
 /// The router of gRPC services with their messages guarded. `limit_option`, where there is one, raises the limit that a
 /// message is beyond: "--max-body".
 pub fn guard(grpc: Router, limit_option: Option<&'static str>) -> Router {
-    let framed = |request: Request| async { request.map(|body| Body::new(Framed::new(body))) };
+    let framed = |request: Request| async {
+        match is_grpc(&request) {
+            true => Ok(request.map(|body| Body::new(Framed::new(body)))),
+            false => Err(no_call(&request)),
+        }
+    };
     let answered = move |answer: Response| async move {
         match Status::from_header_map(answer.headers()) {
             Some(status) if status.code() != Code::Ok => match blamed(&status, limit_option) {
@@ -36,6 +45,14 @@ pub fn guard(grpc: Router, limit_option: Option<&'static str>) -> Router {
         }
     };
     grpc.route_layer(map_request(framed)).route_layer(map_response(answered))
+}
+
+/// What is said to who asks for a call as if it were plain HTTP, and could not read a status in trailers.
+fn no_call<B>(request: &http::Request<B>) -> Response {
+    let path = shown(request.uri().path());
+    let message =
+        format!("{path} is a gRPC call: it takes a POST over HTTP/2 whose content-type is application/grpc");
+    json_error(StatusCode::UNSUPPORTED_MEDIA_TYPE, "grpc_only", &message)
 }
 
 /// The status that blames the caller, where a library's does not though it is the caller's message that cannot be read.

@@ -29,6 +29,7 @@ mod greeting;
 pub mod health;
 mod http1;
 mod idle;
+mod json_error;
 pub mod messages;
 mod prefixed;
 mod reflection;
@@ -42,6 +43,7 @@ pub use body::{BodyTimeout, BodyTimes};
 use connection::{Port, serve_connection};
 pub use gate::{Gate, Tokens};
 pub use idle::Watched;
+pub use json_error::json_error;
 pub use reflection::add_reflection;
 pub use stats::{NetCounts, NetStats};
 

@@ -11,6 +11,8 @@ use prometheus::proto::{Counter, Gauge as GaugeValue, LabelPair, Metric, MetricF
 pub use prometheus::{Histogram, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 use prometheus::{HistogramOpts, Opts, Registry, TextEncoder};
 
+use crate::net::json_error;
+
 /// Upper bounds of histograms of seconds, 50 µs to 40 s: hops, steps and requests alike.
 pub const SECONDS: [f64; 19] = [
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
@@ -149,7 +151,9 @@ impl Metrics {
         let answer = move || async move {
             match metrics.render() {
                 Ok(text) => ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text).into_response(),
-                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+                Err(error) => {
+                    json_error(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", &error.to_string())
+                }
             }
         };
         Router::new().route("/metrics", get(answer))

@@ -45,8 +45,8 @@ pub fn router(
         .into_axum_router()
         .reset_fallback();
     let identity = &sessions.settings().identity;
-    let http = http::routes(health.clone(), refuse::sentence(identity), Arc::clone(sessions));
-    Ok(http.merge(metrics.router()).merge(messages::guard(grpc, None)))
+    let http = http::routes(health.clone(), refuse::sentence(identity), Arc::clone(sessions), metrics);
+    Ok(http.merge(messages::guard(grpc, None)))
 }
 
 /// Whether a call's requests are a stream that lasts as long as the call.

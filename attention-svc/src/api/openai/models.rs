@@ -2,6 +2,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
 
@@ -16,8 +17,9 @@ pub(crate) async fn list(State(api): State<Arc<Api>>) -> Json<Value> {
 /// One entry.
 pub(crate) async fn retrieve(
     State(api): State<Arc<Api>>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
+    let Path(id) = id.map_err(|error| ApiError::Malformed(format!("the path: {}", error.body_text())))?;
     api.check_model(Some(&id))?;
     Ok(Json(model(&api)))
 }

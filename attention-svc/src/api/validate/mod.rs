@@ -182,7 +182,7 @@ impl Checked {
 }
 
 /// A whole number within bounds.
-fn whole(name: &str, value: i64, min: u64, max: u64) -> Result<u64, FieldError> {
+pub(crate) fn whole(name: &str, value: i64, min: u64, max: u64) -> Result<u64, FieldError> {
     u64::try_from(value).ok().filter(|v| (min..=max).contains(v)).ok_or_else(|| {
         let what = match max {
             u64::MAX => format!("must be at least {min}, got {value}"),
