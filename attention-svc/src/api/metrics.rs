@@ -36,8 +36,8 @@ impl ApiMetrics {
                 .counter("afd_requests_rejected_total", "Sequences that the engine did not take.")?,
             forwarded: metrics.counters(
                 "afd_requests_forwarded_total",
-                "Requests forwarded to other attention ranks that were answered, redone here, lost in mid-answer, or cut at the \
-                 end of this rank's drain.",
+                "Requests forwarded to other attention ranks that were answered, cancelled by their clients, redone here, lost in \
+                 mid-answer, or cut at the end of this rank's drain.",
                 &["outcome"],
             )?,
             prompt_tokens: metrics
@@ -67,7 +67,7 @@ impl ApiMetrics {
         for code in ["internal_error", "ffn_unavailable", "deadline_exceeded", "shutting_down", "peer_lost"] {
             counts.failed.with_label_values(&[code]);
         }
-        for outcome in ["answered", "redone", "lost", "cut"] {
+        for outcome in ["answered", "cancelled", "redone", "lost", "cut"] {
             counts.forwarded.with_label_values(&[outcome]);
         }
         Ok(counts)
@@ -83,7 +83,7 @@ impl ApiMetrics {
         self.failed.with_label_values(&[code]).inc();
     }
 
-    /// A request that was forwarded has ended there, or is served here.
+    /// A request that was forwarded has ended, or is served here; once for each.
     pub(super) fn forwarded(&self, outcome: &str) {
         self.forwarded.with_label_values(&[outcome]).inc();
     }

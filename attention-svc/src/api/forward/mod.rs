@@ -22,12 +22,14 @@ use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use tonic::transport::Channel;
 use tower::ServiceExt;
 
+mod outcome;
 mod pieces;
 mod relay;
 
 use super::Api;
 use super::error::ApiError;
 use crate::membership::peers::{Chosen, PATIENCE};
+use outcome::Outcome;
 use relay::{Broken, Relay, cut, unavailable};
 
 /// Says, on a forwarded request, which rank took it in, and on its answer, which one served it.
@@ -90,16 +92,17 @@ async fn forward(api: &Arc<Api>, chosen: Chosen, request: Request, next: Next) -
         Err(error) => return refusal(error, &head.headers),
     };
     let peer = chosen.peer;
+    let mut outcome = Outcome::of(api);
     match answer(api, chosen, &head, body.clone()).await {
-        Ok(answer) => answer,
+        Ok((head, relay)) => Response::from_parts(head, relay.into_body(outcome)),
         Err(Broken::Cut) => {
-            let error = cut(api);
+            let error = cut(&mut outcome);
             api.counts.failed(error.code());
             refusal(error, &head.headers)
         }
         Err(Broken::Lost(why)) => {
             api.peers.handle_failure(peer, "a request that was forwarded is served here", &why);
-            api.counts.forwarded("redone");
+            outcome.count("redone");
             head.extensions.insert(arrived);
             serve(api, Request::from_parts(head, Body::from(body)), next).await
         }
@@ -115,7 +118,7 @@ async fn answer(
     chosen: Chosen,
     head: &http::request::Parts,
     body: Bytes,
-) -> Result<Response, Broken> {
+) -> Result<(http::response::Parts, Relay), Broken> {
     let Chosen { peer, channel, lost, forwarded } = chosen;
     let sent = tokio::select! {
         sent = send(api, channel, head, body) => sent?,
@@ -126,7 +129,7 @@ async fn answer(
     HOP_BY_HOP.iter().for_each(|name| drop(head.headers.remove(name)));
     head.headers.insert(FORWARDED, HeaderValue::from(peer.rank));
     let relay = Relay::new(Arc::clone(api), peer, (&head.headers, body), lost, forwarded).begun().await?;
-    Ok(Response::from_parts(head, relay.into_body()))
+    Ok((head, relay))
 }
 
 async fn send(

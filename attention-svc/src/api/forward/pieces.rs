@@ -22,6 +22,16 @@ impl Pieces {
         }
     }
 
+    /// Whether nothing that a client reads comes behind these pieces.
+    pub(super) fn are_all(self, bytes: &[u8]) -> bool {
+        match self {
+            Self::Whole => true,
+            Self::Events => bytes.ends_with(b"data: [DONE]\n\n"),
+            // Their trailers do.
+            Self::Messages => false,
+        }
+    }
+
     /// How many bytes at the beginning make up whole pieces.
     pub(super) fn complete(self, bytes: &[u8]) -> usize {
         match self {
@@ -52,6 +62,8 @@ mod tests {
         assert_eq!(complete("data: 1\n\ndata: 2\n\n"), 18);
         assert_eq!(complete("data: 1\n\ndata: 2\n"), 9);
         assert_eq!((complete("data: 1"), complete("\n"), complete("")), (0, 0, 0));
+        let are_all = |text: &str| Pieces::Events.are_all(text.as_bytes());
+        assert!(are_all("data: 1\n\ndata: [DONE]\n\n") && !are_all("data: 1\n\n"));
     }
 
     #[test]

@@ -16,6 +16,7 @@ use tonic::{Code, Status};
 use super::super::Api;
 use super::super::error::ApiError;
 use super::super::openai::sse::error_event;
+use super::outcome::Outcome;
 use super::pieces::Pieces;
 use crate::membership::load::Forwarded;
 use crate::membership::peers::PeerName;
@@ -90,15 +91,15 @@ impl Relay {
     }
 
     /// What the client reads.
-    pub(super) fn into_body(self) -> Body {
-        let frames = stream::unfold(self, |mut relay| async move {
-            let frame = relay.frame().await?;
-            Some((Ok::<_, Infallible>(frame), relay))
+    pub(super) fn into_body(self, outcome: Outcome) -> Body {
+        let frames = stream::unfold((self, outcome), |(mut relay, mut outcome)| async move {
+            let frame = relay.frame(&mut outcome).await?;
+            Some((Ok::<_, Infallible>(frame), (relay, outcome)))
         });
         Body::new(StreamBody::new(frames))
     }
 
-    async fn frame(&mut self) -> Option<Frame<Bytes>> {
+    async fn frame(&mut self, outcome: &mut Outcome) -> Option<Frame<Bytes>> {
         if self.over {
             return None;
         }
@@ -107,12 +108,14 @@ impl Relay {
         self.over = frame.as_ref().map_or(true, |frame| frame.as_ref().is_none_or(Frame::is_trailers));
         match frame {
             Ok(frame) => {
-                if self.over {
-                    self.api.counts.forwarded("answered");
+                let data = frame.as_ref().and_then(Frame::data_ref);
+                // A client that has all of it need not wait for its end.
+                if self.over || data.is_some_and(|data| self.pieces.are_all(data)) {
+                    outcome.count("answered");
                 }
                 frame
             }
-            Err(why) => Some(self.broken(why)),
+            Err(why) => Some(self.broken(why, outcome)),
         }
     }
 
@@ -157,12 +160,12 @@ impl Relay {
     }
 
     /// The last that the client reads of an answer that does not come to its end.
-    fn broken(&self, why: Broken) -> Frame<Bytes> {
+    fn broken(&self, why: Broken, outcome: &mut Outcome) -> Frame<Bytes> {
         let error = match why {
-            Broken::Cut => cut(&self.api),
+            Broken::Cut => cut(outcome),
             Broken::Lost(why) => {
                 self.api.peers.handle_failure(self.peer, "the answer to a forwarded request broke off", &why);
-                self.api.counts.forwarded("lost");
+                outcome.count("lost");
                 ApiError::PeerLost { peer: self.peer, why }
             }
         };
@@ -175,8 +178,8 @@ impl Relay {
 }
 
 /// What a forwarded request ends with that this rank has no more time for: the same as one that it serves itself.
-pub(super) fn cut(api: &Api) -> ApiError {
-    api.counts.forwarded("cut");
+pub(super) fn cut(outcome: &mut Outcome) -> ApiError {
+    outcome.count("cut");
     SequenceError::ShuttingDown.into()
 }
 
