@@ -83,16 +83,13 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
     let proposal = propose(&loads, options.shards, options.copies).or_else(|error| match error {
         ProposeError::NoCounts => refuse("--counts", format!("says nothing: {error}")),
         ProposeError::Shards { shards } => refuse("--shards", format!("is {shards}; expected at least 1")),
-        ProposeError::TooManyShards { shards, layer, num_experts } => {
-            refuse("--shards", format!("is {shards}; layer {layer} has {num_experts} experts"))
-        }
+        ProposeError::TooManyShards { shards, layer, num_experts } => refuse(
+            "--shards",
+            format!("is {shards}; expected at most {num_experts}, the experts of layer {layer}"),
+        ),
     })?;
-    for (layer, LayerProposal { contiguous, proposed, copies }) in &proposal.layers {
-        let wanted = options.copies;
-        eprintln!(
-            "layer {layer}: fullest shard over the mean {contiguous:.3} contiguous, {proposed:.3} as proposed \
-             ({copies} of {wanted} copies)"
-        );
+    for (layer, layer_proposal) in &proposal.layers {
+        eprintln!("layer {layer}: {}", sentence(layer_proposal, options.copies));
     }
     let text = proposal.file.to_json();
     match &options.out {
@@ -103,6 +100,18 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
             Ok(())
         }
     }
+}
+
+/// What a placement would have done to a layer, with `wanted` copies asked for.
+fn sentence(proposal: &LayerProposal, wanted: usize) -> String {
+    let LayerProposal { contiguous, proposed, copies, fewer } = proposal;
+    let noun = if wanted == 1 { "copy" } else { "copies" };
+    let copies = match (wanted, fewer) {
+        (0, _) => String::new(),
+        (_, None) => format!(" ({copies} of {wanted} {noun})"),
+        (_, Some(why)) => format!(" ({copies} of {wanted} {noun}: {why})"),
+    };
+    format!("fullest shard over the mean {contiguous:.3} contiguous, {proposed:.3} as proposed{copies}")
 }
 
 /// A rank counts its own experts only: without every shard's counts, the others' would seem never to be chosen.
@@ -141,6 +150,8 @@ fn add_up(reports: &[ExpertReport]) -> Result<BTreeMap<usize, ExpertLoad>, Strin
 
 #[cfg(test)]
 mod tests {
+    use afd_common::placement::FewerCopies;
+
     use super::*;
 
     fn report(shard: u32, num_experts: usize, rows: &[(usize, u64)]) -> ExpertReport {
@@ -180,7 +191,21 @@ mod tests {
         assert!(said(&options).contains("is no answer of GET /expert-counts"));
         options.counts = vec![write(0, &[]), write(1, &[])];
         options.shards = 5;
-        assert_eq!(said(&options), "--shards is 5; layer 3 has 4 experts");
+        assert_eq!(said(&options), "--shards is 5; expected at most 4, the experts of layer 3");
+    }
+
+    #[test]
+    fn copies_are_told_where_they_were_asked_for_and_why_they_are_fewer() {
+        let proposal =
+            LayerProposal { contiguous: 1.5, proposed: 1.0, copies: 0, fewer: Some(FewerCopies::NoRows) };
+        let told = "fullest shard over the mean 1.500 contiguous, 1.000 as proposed";
+        assert_eq!(
+            sentence(&proposal, 4),
+            format!("{told} (0 of 4 copies: no row of this layer was counted)")
+        );
+        assert_eq!(sentence(&LayerProposal { fewer: None, ..proposal }, 0), told);
+        let placed = LayerProposal { copies: 1, fewer: None, ..proposal };
+        assert_eq!(sentence(&placed, 1), format!("{told} (1 of 1 copy)"));
     }
 
     fn said(options: &PlaceOptions) -> String {

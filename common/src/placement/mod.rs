@@ -21,7 +21,7 @@ mod propose;
 mod tests;
 
 pub use file::PlacementFile;
-pub use propose::{ExpertLoad, LayerProposal, Proposal, ProposeError, propose};
+pub use propose::{ExpertLoad, FewerCopies, LayerProposal, Proposal, ProposeError, propose};
 
 /// What [`Placement::digest`] says of the placement that nobody asked for.
 pub const CONTIGUOUS: &str = "contiguous";

@@ -23,9 +23,30 @@ pub struct LayerProposal {
     pub contiguous: f64,
     /// The same, placed as proposed: never more.
     pub proposed: f64,
-    /// Copies that were placed beside every expert's first: fewer than asked for where no more fit, or where they would
-    /// have made it worse.
+    /// Copies that were placed beside every expert's first.
     pub copies: usize,
+    /// Why they are fewer than were asked for.
+    pub fewer: Option<FewerCopies>,
+}
+
+/// Why a layer has fewer copies than were asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FewerCopies {
+    /// Nobody knows which expert is hot.
+    #[error("no row of this layer was counted")]
+    NoRows,
+    /// An expert has no second copy on one shard.
+    #[error("there is one shard, which has every expert")]
+    OneShard,
+    /// Whatever was chosen is everywhere.
+    #[error("with {most} every expert that was ever chosen is on every shard")]
+    Everywhere {
+        /// Copies that this takes.
+        most: usize,
+    },
+    /// Those that there is room for leave the fullest shard at least as full.
+    #[error("with them the fullest shard would have no less")]
+    NoBetter,
 }
 
 /// Why nothing can be proposed.
@@ -79,12 +100,20 @@ pub fn propose(
         let contiguous = imbalance_of(&parts, load);
         let parts = (0..shards).map(|shard| parts.experts_of(shard)).collect();
         let candidates = [place(load, shards as usize, copies), place(load, shards as usize, 0), parts];
+        let num_copies = |lists: &[Vec<usize>]| lists.iter().map(Vec::len).sum::<usize>() - num_experts;
+        let most = num_copies(&candidates[0]);
         let judged =
             candidates.map(|lists| (imbalance_of(&LayerPlacement::of(&lists, num_experts), load), lists));
         // The first of equals. There are three, so there is a least one.
         let Some((proposed, lists)) = judged.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
-        let copies = lists.iter().map(Vec::len).sum::<usize>() - num_experts;
-        layers.insert(layer, LayerProposal { contiguous, proposed, copies });
+        let placed = num_copies(&lists);
+        let fewer = (placed < copies).then(|| match most {
+            _ if load.iter().all(|rows| *rows == 0) => FewerCopies::NoRows,
+            _ if shards == 1 => FewerCopies::OneShard,
+            most if placed == most => FewerCopies::Everywhere { most },
+            _ => FewerCopies::NoBetter,
+        });
+        layers.insert(layer, LayerProposal { contiguous, proposed, copies: placed, fewer });
         file.layers.insert(layer.to_string(), lists);
     }
     Ok(Proposal { file, layers })

@@ -136,6 +136,23 @@ fn a_proposal_copies_what_is_hot_and_evens_the_rest_out() {
     assert_eq!(propose(&loads, 2, 99).unwrap().layers[&1].copies, 8, "one on each shard is all that fits");
 }
 
+#[test]
+fn fewer_copies_than_were_asked_for_have_a_reason() {
+    let of = |load: &[u64], shards, copies| {
+        let loads = BTreeMap::from([(0, load.to_vec())]);
+        let LayerProposal { copies, fewer, .. } = propose(&loads, shards, copies).unwrap().layers[&0];
+        (copies, fewer)
+    };
+    let hot = [90, 1, 1, 0];
+    assert_eq!(of(&hot, 2, 0), (0, None));
+    assert_eq!(of(&hot, 2, 1), (1, None));
+    assert_eq!(of(&hot, 2, 9), (3, Some(FewerCopies::Everywhere { most: 3 })));
+    assert_eq!(of(&[0; 4], 2, 1), (0, Some(FewerCopies::NoRows)));
+    assert_eq!(of(&hot, 1, 1), (0, Some(FewerCopies::OneShard)));
+    // Two shards with two equal experts each are as even as can be, and three copies on two shards are not.
+    assert_eq!(of(&[5, 5, 5, 5], 2, 1), (0, Some(FewerCopies::NoBetter)));
+}
+
 proptest! {
     /// Whatever a file says, the reader finds it again in what is written.
     #[test]
