@@ -1,9 +1,11 @@
 //! From a [`Config`] to a running FFN rank: load the shard, start the engine, serve.
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use afd_common::config::choices::LoadFormat;
 use afd_common::config::device::DeviceChoice;
+use afd_common::config::idle;
 use afd_common::config::model::{ConfigError, FfnConfig, ModelConfig};
 use afd_common::config::option::OptionError;
 use afd_common::identity::{ExpertRules, Sides, model_identity};
@@ -147,6 +149,8 @@ pub struct Loaded {
     pub model: ShardModel,
     /// What peers compare.
     pub identity: v1::ModelIdentity,
+    /// Who chooses experts.
+    pub routing: Routing,
 }
 
 /// Loads this rank's shard. Blocks, for as long as reading it takes.
@@ -159,7 +163,8 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
         .map_err(|source| StartError::ModelConfig { folder: folder.clone(), source })?;
     let (index, count) = (config.shard.index(), config.shard.count());
     config.sides.check(&model_config, &config.model)?;
-    let most = most_shards(&model_config, config.sides);
+    let experts = expert_rules(config, &model_config)?;
+    let most = most_shards(&model_config, experts.sides);
     if count as usize > most {
         return Err(StartError::Empty { folder, index, count, most });
     }
@@ -169,8 +174,8 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
             .map_err(|source| StartError::Weights { folder: folder.clone(), source })?,
         LoadFormat::Dummy => Weights::dummy(&model_config, rows.kind(), config.seed),
     };
-    let placement = read_placement(config, &model_config)?;
-    let placed = placement.clone().unwrap_or_else(|| Arc::new(Placement::contiguous(&model_config, count)));
+    let placed =
+        experts.placement.clone().unwrap_or_else(|| Arc::new(Placement::contiguous(&model_config, count)));
     let failed = |source: FfnModelError| {
         let folder = config.model.display().to_string();
         StartError::Model { folder, index, count, source: Box::new(source) }
@@ -178,7 +183,7 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
     let weights = weights.on(config.device.torch()).map_err(|source| failed(source.into()))?;
     let model = match config.device {
         DeviceChoice::Cpu => {
-            FfnModel::load_placed(&model_config, &weights, config.shard, config.sides, &placed)
+            FfnModel::load_placed(&model_config, &weights, config.shard, experts.sides, &placed)
                 .map(ShardModel::Cpu)
         }
         DeviceChoice::Cuda(ordinal) => {
@@ -188,7 +193,7 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
                 &model_config,
                 &weights,
                 config.shard,
-                config.sides,
+                experts.sides,
                 &placed,
                 Some(&device),
             )
@@ -205,18 +210,23 @@ pub fn load(config: &Config) -> Result<Loaded, StartError> {
             "--shard {index}/{count}: this shard owns no routed expert of these layers"
         );
     }
-    let experts = ExpertRules { sides: config.sides, routing: config.routing, placement };
     let identity = model_identity(&model_config, weights.fingerprint(), rows, &experts);
-    Ok(Loaded { model, identity })
+    Ok(Loaded { model, identity, routing: experts.routing })
 }
 
-fn read_placement(config: &Config, model: &ModelConfig) -> Result<Option<Arc<Placement>>, StartError> {
-    let Some(path) = &config.placement else { return Ok(None) };
-    let failed = |what: String| StartError::Placement { file: path.display().to_string(), what };
-    let file = PlacementFile::read(path).map_err(failed)?;
-    let placed =
-        file.placement(model, Some(config.shard.count())).map_err(|error| failed(error.to_string()))?;
-    Ok(Some(Arc::new(placed)))
+fn expert_rules(config: &Config, model: &ModelConfig) -> Result<ExpertRules, StartError> {
+    if !model.has_experts() {
+        idle::warn(&config.idle_on_dense);
+        return Ok(ExpertRules::default());
+    }
+    let read = |path: &PathBuf| {
+        let failed = |what: String| StartError::Placement { file: path.display().to_string(), what };
+        let file = PlacementFile::read(path).map_err(failed)?;
+        let placed = file.placement(model, Some(config.shard.count()));
+        placed.map(Arc::new).map_err(|error| failed(error.to_string()))
+    };
+    let placement = config.placement.as_ref().map(read).transpose()?;
+    Ok(ExpertRules { sides: config.sides, routing: config.routing, placement })
 }
 
 /// Parts into which some layer can be split: its experts, or a dense FFN's or shared experts' intermediate size.
@@ -260,7 +270,7 @@ pub async fn start_with(
     metrics: &Metrics,
     spawn: impl FnOnce(ShardModel, EngineOptions) -> std::io::Result<EngineHandle>,
 ) -> Result<Server, StartError> {
-    let Loaded { model, identity } = loaded;
+    let Loaded { model, identity, routing } = loaded;
     count_experts(metrics, model.about())?;
     let options = EngineOptions {
         max_rows: config.max_tokens_per_stage,
@@ -268,9 +278,9 @@ pub async fn start_with(
         metrics: EngineMetrics::new(metrics)?,
         inject_delay: config.inject_delay,
         board: config.board,
-        routing: config.routing,
+        routing,
     };
-    if config.routing == Routing::Balanced {
+    if routing == Routing::Balanced {
         tracing::warn!("{}", Routing::WARNING);
     }
     if !config.inject_delay.is_zero() {
@@ -279,7 +289,7 @@ pub async fn start_with(
     config.spans.count(metrics)?;
     let mut link_kinds = vec![v1::LinkKind::Shm, v1::LinkKind::Tcp, v1::LinkKind::Inline];
     // The cycle of `--routing balanced` is made on the host.
-    if matches!(model, ShardModel::Device(_)) && config.routing == Routing::Model {
+    if matches!(model, ShardModel::Device(_)) && routing == Routing::Model {
         if nccl::version().is_ok() {
             link_kinds.insert(0, v1::LinkKind::Nccl);
         }

@@ -118,6 +118,28 @@ async fn another_placement_or_routing_is_refused_by_name() -> anyhow::Result<()>
     Ok(())
 }
 
+#[tokio::test]
+async fn options_about_experts_change_nothing_on_a_dense_model_and_are_named() -> anyhow::Result<()> {
+    let spec = spec("tiny-llama", shards(2), &[]).attention_args(&["--gate", "attention"]).ffn_args(&[
+        "--placement",
+        "/nowhere",
+        "--routing",
+        "balanced",
+    ]);
+    let deployment = Deployment::start(spec).await?;
+    serves(&deployment, "tiny-llama").await?;
+    let dense = "has no effect on a dense model (--model): it has no experts";
+    let is_said = |log: &str, option: &str| {
+        let named = format!("{option} {dense}");
+        log.lines().filter(|line| line.contains("WARN") && line.contains(&named)).count() == 1
+    };
+    let (attention, ffn) = (deployment.attention[0].log(), deployment.ffn[0].log());
+    ensure!(is_said(&attention, "--gate"), "{attention}");
+    ensure!(is_said(&ffn, "--placement") && is_said(&ffn, "--routing"), "{ffn}");
+    ensure!(!ffn.contains("EXPERTS ARE NOT CHOSEN"), "{ffn}");
+    Ok(())
+}
+
 async fn expert_counts(deployment: &Deployment) -> anyhow::Result<Vec<Value>> {
     let mut reports = Vec::new();
     for address in &deployment.ffn_addresses {

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use afd_common::config::option::{OptionError, addresses, client_tls, own_certificate, refuse};
+use afd_common::config::units::Span;
 use afd_common::net::tls::ClientTls;
 use afd_common::net::{Access, Gate, TlsFiles};
-use afd_common::spelling::span;
 
 use super::ServeArgs;
 
@@ -67,7 +67,7 @@ impl PeersConfig {
         let (ca, identity) = (args.peers_tls_ca.as_deref(), own_certificate(&tls_files(args))?);
         let timeout = args.peer_timeout.map_or(Duration::from_secs(5), |span| span.0);
         if timeout < LEAST_PEER_TIMEOUT {
-            let what = format!("is {}; expected at least {}", span(timeout), span(LEAST_PEER_TIMEOUT));
+            let what = format!("is {}; expected at least {}", Span(timeout), Span(LEAST_PEER_TIMEOUT));
             return refuse("--peer-timeout", what);
         }
         Ok(Self { names, tls: client_tls("--peers-tls-ca", ca, identity)?, timeout })

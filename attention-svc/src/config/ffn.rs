@@ -2,7 +2,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use afd_common::config::idle::Idle;
 use afd_common::config::option::{OptionError, client_tls, deployment, join_token, refuse};
+use afd_common::config::shared::ExpertOptions;
 use afd_common::identity::Sides;
 use afd_common::net::tls::{ClientTls, Identity};
 use afd_common::routing::Routing;
@@ -26,6 +28,8 @@ pub struct FfnConfig {
     pub placement: Option<PathBuf>,
     /// Who chooses them.
     pub routing: Routing,
+    /// Options about experts that were given, of no effect where the model turns out to have none.
+    pub idle_on_dense: Vec<Idle>,
     /// Empty when there is none.
     pub join_token: String,
     /// In the clear without.
@@ -61,14 +65,16 @@ impl FfnConfig {
         }
         // One shard has every expert: there is nothing to place.
         let placement = args.experts.placement.clone().filter(|_| target != FfnTarget::Local);
+        let experts = ExpertOptions { placement, ..args.experts.clone() };
         Ok(Self {
             target,
             rank: args.rank.unwrap_or(0),
             deployment: deployment(args.deployment.as_deref())?,
             link,
             sides,
-            placement,
-            routing: args.experts.routing.unwrap_or_default(),
+            routing: experts.routing.unwrap_or_default(),
+            idle_on_dense: experts.idle_on_dense(),
+            placement: experts.placement,
             join_token: join_token(args.join_token_file.as_deref())?.unwrap_or_default(),
             tls: ffn_tls(args)?,
             join_timeout: time("--join-timeout", args.join_timeout, 120)?,

@@ -6,28 +6,116 @@ use super::{CapacityConfig, FfnTarget, ServeArgs};
 
 /// Those that were given; `args` as the command line and the file have them together.
 pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
-    // By name, so that no new option is forgotten: it goes to a rule, or to those that always have an effect.
+    name_all(args);
+    [of_ffn(args), of_stages(args, capacity), of_peers(args), of_device(args)].concat()
+}
+
+/// The way to FFN ranks, where there are none.
+fn of_ffn(args: &ServeArgs) -> Vec<Idle> {
+    let is_local = args.ffn.as_ref() == Some(&FfnTarget::Local);
+    idle(&[
+        Rule {
+            holds: is_local,
+            because: "with --ffn local",
+            options: &[
+                ("--ffn-tls-ca", args.ffn_tls_ca.is_some()),
+                ("--ffn-tls-cert", args.ffn_tls_cert.is_some()),
+                ("--ffn-tls-key", args.ffn_tls_key.is_some()),
+                ("--join-timeout", args.join_timeout.is_some()),
+                ("--link-timeout", args.link_timeout.is_some()),
+            ],
+        },
+        Rule {
+            holds: is_local,
+            because: "with --ffn local: one shard has every expert, and the file is not read",
+            options: &[("--placement", args.experts.placement.is_some())],
+        },
+        Rule {
+            holds: is_local && !args.tensors.on_cpu(),
+            because: "with --ffn local on a GPU (--device)",
+            options: &[
+                ("--warmup-timeout", args.warmup_timeout.is_some()),
+                ("--hop-timeout", args.hop_timeout.is_some()),
+                ("--ffn-loss-timeout", args.ffn_loss_timeout.is_some()),
+            ],
+        },
+    ])
+}
+
+/// Where a step is split, where it is not.
+fn of_stages(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
+    let one_stage = capacity.stages.max_stages == 1;
+    let bounds = [
+        ("--stage-min-decode", args.stage_min_decode.is_some()),
+        ("--stage-min-prefill", args.stage_min_prefill.is_some()),
+    ];
+    idle(&[
+        Rule { holds: one_stage && args.stages.is_some(), because: "with --stages 1", options: &bounds },
+        Rule {
+            holds: one_stage,
+            because: "where steps have one stage, as they have here without --stages",
+            options: &bounds,
+        },
+    ])
+}
+
+/// The way to other attention ranks, where there are none.
+fn of_peers(args: &ServeArgs) -> Vec<Idle> {
+    idle(&[Rule {
+        holds: args.peers.as_ref().is_none_or(Vec::is_empty),
+        because: "without --peers",
+        options: &[
+            ("--peers-tls-ca", args.peers_tls_ca.is_some()),
+            ("--peer-timeout", args.peer_timeout.is_some()),
+        ],
+    }])
+}
+
+/// What a GPU captures, where there is none; and weights that are made up, where they are read.
+fn of_device(args: &ServeArgs) -> Vec<Idle> {
+    idle(&[
+        Rule {
+            holds: args.tensors.on_cpu(),
+            because: "on a CPU (--device)",
+            options: &[
+                ("--graph-mode", args.graph_mode.is_some()),
+                ("--capture-sizes", args.capture_sizes.is_some()),
+                ("--max-capture-size", args.max_capture_size.is_some()),
+            ],
+        },
+        Rule {
+            holds: !args.tensors.is_dummy(),
+            because: "without --load-format dummy",
+            options: &[("--seed", args.tensors.seed.is_some())],
+        },
+    ])
+}
+
+/// Does nothing. It names every option, so that no new one is forgotten here: it goes to a rule above, or to those that
+/// always have an effect. Those about experts have none on a dense model, which is known later.
+fn name_all(args: &ServeArgs) {
     let ServeArgs {
-        capture_sizes,
-        ffn,
-        ffn_loss_timeout,
-        ffn_tls_ca,
-        ffn_tls_cert,
-        ffn_tls_key,
-        graph_mode,
-        hop_timeout,
-        join_timeout,
-        link_timeout,
-        max_capture_size,
-        peer_timeout,
-        peers,
-        peers_tls_ca,
-        stage_min_decode,
-        stage_min_prefill,
-        stages,
-        warmup_timeout,
-        tensors: tensors @ TensorOptions { seed, device: _, load_format: _ },
-        experts: ExpertOptions { placement, gate: _, routing: _, shared_experts: _ },
+        capture_sizes: _,
+        ffn: _,
+        ffn_loss_timeout: _,
+        ffn_tls_ca: _,
+        ffn_tls_cert: _,
+        ffn_tls_key: _,
+        graph_mode: _,
+        hop_timeout: _,
+        join_timeout: _,
+        link_timeout: _,
+        max_capture_size: _,
+        peer_timeout: _,
+        peers: _,
+        peers_tls_ca: _,
+        stage_min_decode: _,
+        stage_min_prefill: _,
+        stages: _,
+        warmup_timeout: _,
+        tensors: TensorOptions { seed: _, device: _, load_format: _ },
+        experts: ExpertOptions { placement: _, gate: _, routing: _, shared_experts: _ },
+        // Always of effect.
         address_file: _,
         advertise: _,
         api_token_file: _,
@@ -60,66 +148,4 @@ pub(super) fn of(args: &ServeArgs, capacity: &CapacityConfig) -> Vec<Idle> {
         tls_key: _,
         trace_hops_ratio: _,
     } = args;
-    let is_local = ffn.as_ref() == Some(&FfnTarget::Local);
-    let on_cpu = tensors.on_cpu();
-    let one_stage = capacity.stages.max_stages == 1;
-    let stage_bounds = [
-        ("--stage-min-decode", stage_min_decode.is_some()),
-        ("--stage-min-prefill", stage_min_prefill.is_some()),
-    ];
-    idle(&[
-        Rule {
-            holds: is_local,
-            because: "with --ffn local",
-            options: &[
-                ("--ffn-tls-ca", ffn_tls_ca.is_some()),
-                ("--ffn-tls-cert", ffn_tls_cert.is_some()),
-                ("--ffn-tls-key", ffn_tls_key.is_some()),
-                ("--join-timeout", join_timeout.is_some()),
-                ("--link-timeout", link_timeout.is_some()),
-            ],
-        },
-        Rule {
-            holds: is_local,
-            because: "with --ffn local: one shard has every expert, and the file is not read",
-            options: &[("--placement", placement.is_some())],
-        },
-        Rule {
-            holds: is_local && !on_cpu,
-            because: "with --ffn local on a GPU (--device)",
-            options: &[
-                ("--warmup-timeout", warmup_timeout.is_some()),
-                ("--hop-timeout", hop_timeout.is_some()),
-                ("--ffn-loss-timeout", ffn_loss_timeout.is_some()),
-            ],
-        },
-        Rule { holds: one_stage && stages.is_some(), because: "with --stages 1", options: &stage_bounds },
-        Rule {
-            holds: one_stage,
-            because: "where steps have one stage, as they have here without --stages",
-            options: &stage_bounds,
-        },
-        Rule {
-            holds: peers.as_ref().is_none_or(Vec::is_empty),
-            because: "without --peers",
-            options: &[
-                ("--peers-tls-ca", peers_tls_ca.is_some()),
-                ("--peer-timeout", peer_timeout.is_some()),
-            ],
-        },
-        Rule {
-            holds: on_cpu,
-            because: "on a CPU (--device)",
-            options: &[
-                ("--graph-mode", graph_mode.is_some()),
-                ("--capture-sizes", capture_sizes.is_some()),
-                ("--max-capture-size", max_capture_size.is_some()),
-            ],
-        },
-        Rule {
-            holds: !tensors.is_dummy(),
-            because: "without --load-format dummy",
-            options: &[("--seed", seed.is_some())],
-        },
-    ])
 }

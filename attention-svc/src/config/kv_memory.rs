@@ -1,6 +1,7 @@
 //! How large the KV cache is, and how long a sequence may be with it. Pure but for [`KvMemory::of_machine`].
 use afd_common::config::option::{OptionError, refuse};
 use afd_common::config::units::ByteSize;
+use afd_common::spelling::count;
 
 use super::CapacityConfig;
 
@@ -68,7 +69,7 @@ impl KvRequest {
         if let Some(asked) = asked_len.filter(|asked| *asked > model_len) {
             return refuse(
                 "--max-model-len",
-                format!("is {asked}; the model was made for at most {model_len} tokens"),
+                format!("is {asked}; expected at most {model_len}, for which the model was made"),
             );
         }
         let wanted_len = asked_len.unwrap_or(model_len);
@@ -110,7 +111,10 @@ impl KvRequest {
         let (need, default) = (ByteSize(bytes_per_block), CapacityConfig::BLOCK_SIZE);
         let (room, option) = match self {
             Self::Blocks(blocks) => {
-                let what = format!("is {blocks}, of {block_size} tokens each: a sequence has at least 2");
+                let what = format!(
+                    "is {blocks}, of {}; expected room for 2 tokens",
+                    count(block_size as u64, "token")
+                );
                 return OptionError::Option { option: "--kv-cache-blocks", what };
             }
             Self::Memory(ByteSize(given)) => (given, " (--kv-cache-memory)"),
@@ -206,6 +210,9 @@ mod tests {
             "--kv-cache-memory 5B has no room for a block of 1MiB (16 tokens)"
         );
         assert!(said(KvRequest::Memory(ByteSize(5)), 1 << 20, 0).starts_with("--kv-cache-memory 5"));
-        assert!(said(KvRequest::Blocks(1), 1, 0).starts_with("--kv-cache-blocks is 1, of 1 tokens"));
+        assert_eq!(
+            said(KvRequest::Blocks(1), 1, 0),
+            "--kv-cache-blocks is 1, of 1 token; expected room for 2 tokens"
+        );
     }
 }

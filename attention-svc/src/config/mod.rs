@@ -99,7 +99,7 @@ impl ServeConfig {
 /// A time that is longer than nothing, `default` in seconds.
 fn time(option: &'static str, span: Option<Span>, default: u64) -> Result<Duration, OptionError> {
     match span.map(|span| span.0) {
-        Some(Duration::ZERO) => refuse(option, "is 0; expected a time longer than that"),
+        Some(Duration::ZERO) => refuse(option, "is 0s; expected more than 0s"),
         given => Ok(given.unwrap_or(Duration::from_secs(default))),
     }
 }

@@ -58,7 +58,8 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--ffn", "a:1,announced"], &["--ffn", "\"announced\" is given among other names"]),
         (&["--ffn", "a:0"], &["--ffn", "\"a:0\""]),
         (&["--ffn", "a:1,b:1,a:1"], &["--ffn", "\"a:1\" is given twice"]),
-        (&["--body-timeout", "0s"], &["--body-timeout"]),
+        (&["--body-timeout", "0s"], &["--body-timeout is 0s; expected more than 0s"]),
+        (&["--peer-timeout", "0"], &["--peer-timeout is 0s; expected at least 1s"]),
         (&["--listen", "nonsense"], &["--listen", "nonsense"]),
         (&["--link", "pigeon"], &["--link", "pigeon", "tcp"]),
         (&["--link", "cuda-ipc"], &["--link is cuda-ipc", "--device is cpu"]),
@@ -92,8 +93,8 @@ fn a_wrong_option_is_named_with_its_value() {
         (&["--max-queu", "1"], &["--max-queu", "--max-queue"]),
         (&["--device", "gpu"], &["--device", "\"gpu\"", "cuda:0"]),
         (&["--graph-mode", "all"], &["--graph-mode", "\"all\"", "decode"]),
-        (&["--capture-sizes", "8,0"], &["--capture-sizes", "0"]),
-        (&["--capture-sizes", "8,300"], &["--capture-sizes", "300", "256"]),
+        (&["--capture-sizes", "8,0"], &["--capture-sizes has 0; expected sizes from 1 to 256"]),
+        (&["--capture-sizes", "8,300"], &["--capture-sizes has 300; expected sizes from 1 to 256"]),
         (&["--max-capture-size", "257"], &["--max-capture-size", "257", "256"]),
         (&["--listen", "0.0.0.0:1"], &["--listen", "0.0.0.0:1", "--api-token-file", "--insecure"]),
         (&["--api-token-file", "/nowhere"], &["--api-token-file", "/nowhere"]),
@@ -155,6 +156,27 @@ fn options_without_effect_are_named_with_what_takes_it_from_them() {
     ] {
         assert_eq!(said_with(pair, args), [expected], "{args:?}");
     }
+}
+
+#[test]
+fn options_about_experts_have_no_effect_on_a_dense_model_and_say_so() {
+    let idle = |args: &[&str]| {
+        let config = parse(&[&["--model", "."], args].concat()).unwrap();
+        config.ffn.idle_on_dense.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    let dense = "has no effect on a dense model (--model): it has no experts";
+    assert!(idle(&["--ffn", "a:1"]).is_empty(), "defaults are not given");
+    let all = ["--gate", "attention", "--routing", "balanced", "--placement", "p"];
+    assert_eq!(
+        idle(&[&["--ffn", "a:1"], &all[..]].concat()),
+        [
+            format!("--gate {dense}"),
+            format!("--routing {dense}"),
+            format!("--placement {dense}, and the file is not read")
+        ]
+    );
+    // Each is named once: that one shard has every expert is said already.
+    assert_eq!(idle(&["--ffn", "local", "--placement", "p"]), [""; 0]);
 }
 
 #[test]

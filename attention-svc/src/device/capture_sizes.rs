@@ -6,21 +6,21 @@ pub struct CaptureSizes(Vec<usize>);
 
 /// What every size is below: our kernels take no more rows at once.
 pub const MAX_CAPTURE_SIZE: usize = 256;
+const MORE_THAN_CAPTURED: usize = MAX_CAPTURE_SIZE + 1;
 
 impl CaptureSizes {
     /// Those that were asked for, in any order.
     ///
     /// # Errors
-    /// In words, for a size that is 0 or too large, or no size at all.
+    /// For a size that is 0 or too large, or no size at all; as the sentence goes on behind the option.
     pub fn new(sizes: &[usize]) -> Result<Self, String> {
         let mut sorted = sizes.to_vec();
         sorted.sort_unstable();
         sorted.dedup();
         match (sorted.first(), sorted.last()) {
-            (None, _) | (_, None) => Err("no size is left".into()),
-            (Some(0), _) => Err("0 is no batch size".into()),
-            (_, Some(&last)) if last > MAX_CAPTURE_SIZE => {
-                Err(format!("{last} is more than the kernels take; at most {MAX_CAPTURE_SIZE}"))
+            (None, _) | (_, None) => Err("leaves no size".into()),
+            (Some(wrong @ 0), _) | (_, Some(wrong @ MORE_THAN_CAPTURED..)) => {
+                Err(format!("has {wrong}; expected sizes from 1 to {MAX_CAPTURE_SIZE}"))
             }
             _ => Ok(Self(sorted)),
         }

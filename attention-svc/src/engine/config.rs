@@ -48,11 +48,11 @@ impl Default for EngineConfig {
 
 /// A size that cannot work.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{option}: {what}")]
+#[error("{option} {what}")]
 pub struct EngineConfigError {
     /// As on the command line.
     pub option: &'static str,
-    /// Found and expected.
+    /// Found and expected, as the sentence goes on behind the option.
     pub what: String,
 }
 
@@ -68,10 +68,10 @@ impl EngineConfig {
             ("--max-queue", self.max_queue),
         ];
         if let Some((option, _)) = positive.iter().find(|(_, value)| *value == 0) {
-            return refuse(option, "is 0; must be at least 1".into());
+            return refuse(option, "is 0; expected at least 1".into());
         }
         if self.max_model_len < 2 {
-            return refuse("--max-model-len", format!("is {}; must be at least 2", self.max_model_len));
+            return refuse("--max-model-len", format!("is {}; expected at least 2", self.max_model_len));
         }
         if self.max_num_batched_tokens < self.max_num_seqs {
             let what = format!(
@@ -81,7 +81,7 @@ impl EngineConfig {
             return refuse("--max-num-batched-tokens", what);
         }
         if !(1..=4).contains(&self.stages.max_stages) {
-            return refuse("--stages", format!("is {}; must be 1 to 4", self.stages.max_stages));
+            return refuse("--stages", format!("is {}; expected 1 to 4", self.stages.max_stages));
         }
         Ok(())
     }

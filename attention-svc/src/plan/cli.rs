@@ -13,7 +13,7 @@ use super::case::{Case, Exchange, Precision, Workload};
 use super::config_reader;
 use super::profile::Profile;
 use super::report::{self, Plan, Request};
-use super::search::Limits;
+use super::search::{self, Limits};
 use super::shape::ElementType;
 use super::sweep::{self, RatioCurve};
 use super::units::{Tokens, parse_tokens};
@@ -159,7 +159,7 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
 impl Subject {
     fn into_case(self) -> anyhow::Result<Case> {
         let at_least_one = |option: &str, value: f64| {
-            anyhow::ensure!((1.0..=100.0).contains(&value), "{option} is {value}; 1 to 100 are expected");
+            anyhow::ensure!((1.0..=100.0).contains(&value), "{option} is {value}; expected 1 to 100");
             Ok(())
         };
         at_least_one("--imbalance", self.imbalance)?;
@@ -192,6 +192,9 @@ impl Subject {
 
 impl Question {
     fn into_request(self) -> anyhow::Result<Request> {
+        // A sweep would tell of them as of one more point that has no answer.
+        self.sweep_gpus.iter().try_for_each(|count| search::check_devices("--sweep-gpus", *count))?;
+        self.sweep_tpot_ms.iter().try_for_each(|target| search::check_target("--sweep-tpot-ms", *target))?;
         let mut case = self.subject.into_case()?;
         case.workload.shared_experts = self.shared_experts;
         if self.shared_experts == SharedExpertPlacement::Attention {
@@ -328,6 +331,19 @@ mod tests {
         let args =
             parse("plan --model kimi-k2 --hardware h200 --context 4k --tpot-ms 50 --imbalance 0.5").unwrap();
         assert!(args.question.into_request().unwrap_err().to_string().contains("--imbalance"));
+        for (given, said) in [
+            ("--imbalance 0.5", "--imbalance is 0.5; expected 1 to 100"),
+            ("--gpus 0", "--gpus is 0; expected 1 to 100000"),
+            ("--max-stages 9", "--max-stages is 9; expected 1 to 8"),
+            ("--concurrency 0", "--concurrency is 0; expected at least 1"),
+            ("--sweep-gpus 8,0", "--sweep-gpus is 0; expected 1 to 100000"),
+            ("--sweep-tpot-ms 0", "--sweep-tpot-ms is 0; expected 0.001 to 1e7"),
+        ] {
+            let line = format!("plan --model kimi-k2 --hardware h200 --context 4k --tpot-ms 50 {given}");
+            let asked = parse(&line).unwrap().question.into_request();
+            let refused = asked.and_then(|request| Ok(Plan::make(request)?)).unwrap_err();
+            assert_eq!(refused.to_string(), said);
+        }
     }
 
     #[test]

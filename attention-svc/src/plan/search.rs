@@ -139,20 +139,41 @@ impl Limits {
     /// # Errors
     /// [`LimitError::Absurd`] names the option.
     pub fn check(&self) -> Result<(), LimitError> {
-        let absurd = |option, value: String, what| Err(LimitError::Absurd { option, value, what });
-        if !(1..=100_000).contains(&self.max_devices) {
-            return absurd("--gpus", self.max_devices.to_string(), "1 to 100000 are expected");
-        }
-        if !(1e-3..=1e7).contains(&self.tpot_ms) {
-            return absurd("--tpot-ms", self.tpot_ms.to_string(), "0.001 to 1e7 are expected");
-        }
+        check_devices("--gpus", self.max_devices)?;
+        check_target("--tpot-ms", self.tpot_ms)?;
         if !(1..=MAX_STAGES).contains(&self.max_stages) {
-            return absurd("--max-stages", self.max_stages.to_string(), "1 to 8 are expected");
+            return absurd("--max-stages", self.max_stages.to_string(), "expected 1 to 8");
         }
         if self.concurrency == Some(0) {
-            return absurd("--concurrency", "0".into(), "at least 1 is expected");
+            return absurd("--concurrency", "0".into(), "expected at least 1");
         }
         Ok(())
+    }
+}
+
+fn absurd(option: &'static str, value: String, what: &'static str) -> Result<(), LimitError> {
+    Err(LimitError::Absurd { option, value, what })
+}
+
+/// Refuses a number of devices that `option` gives.
+///
+/// # Errors
+/// [`LimitError::Absurd`].
+pub fn check_devices(option: &'static str, count: u32) -> Result<(), LimitError> {
+    match count {
+        1..=100_000 => Ok(()),
+        other => absurd(option, other.to_string(), "expected 1 to 100000"),
+    }
+}
+
+/// Refuses a time per token, ms, that `option` gives.
+///
+/// # Errors
+/// [`LimitError::Absurd`].
+pub fn check_target(option: &'static str, tpot_ms: f64) -> Result<(), LimitError> {
+    match tpot_ms {
+        1e-3..=1e7 => Ok(()),
+        other => absurd(option, other.to_string(), "expected 0.001 to 1e7"),
     }
 }
 

@@ -123,7 +123,7 @@ fn control_settings(config: &ServeConfig, loaded: &Loaded, by: &ServedBy, max_ro
         }),
         max_stages: config.capacity.stages.max_stages as u32,
         max_tokens_per_stage: max_rows,
-        max_row_bytes: loaded.max_row_bytes(config.ffn.sides.gate),
+        max_row_bytes: loaded.max_row_bytes(loaded.experts.sides.gate),
         join_token: config.ffn.join_token.clone(),
         tls: config.ffn.tls.clone(),
         link_timeout: config.ffn.link_timeout,

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use afd_common::config::choices::LoadFormat;
+use afd_common::config::idle;
 use afd_common::config::model::{FfnConfig, ModelConfig, Selection};
 use afd_common::frame::{RowType, SideKind};
 use afd_common::identity::{self, ExpertRules, GatePlacement};
@@ -97,6 +98,10 @@ fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<
         let placement = PlacementFile::read(path).map_err(failed)?.placement(config, None);
         placement.map(Arc::new).map_err(|error| failed(error.to_string()))
     };
+    if !config.has_experts() {
+        idle::warn(&ffn.idle_on_dense);
+        return Ok(ExpertRules::default());
+    }
     if ffn.routing == Routing::Balanced {
         tracing::warn!("{}", Routing::WARNING);
     }

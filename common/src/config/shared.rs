@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::choices::LoadFormat;
 use super::device::DeviceChoice;
+use super::idle::{Idle, Rule, idle};
 use crate::identity::{GatePlacement, SharedExpertPlacement, Sides};
 use crate::routing::Routing;
 
@@ -63,5 +64,25 @@ impl ExpertOptions {
     /// Which side computes what, as given or by default.
     pub fn sides(&self) -> Sides {
         Sides { gate: self.gate.unwrap_or_default(), shared_experts: self.shared_experts.unwrap_or_default() }
+    }
+
+    /// Those that were given, all of which have no effect on a model without experts.
+    pub fn idle_on_dense(&self) -> Vec<Idle> {
+        idle(&[
+            Rule {
+                holds: true,
+                because: "on a dense model (--model): it has no experts",
+                options: &[
+                    ("--gate", self.gate.is_some()),
+                    ("--shared-experts", self.shared_experts.is_some()),
+                    ("--routing", self.routing.is_some()),
+                ],
+            },
+            Rule {
+                holds: true,
+                because: "on a dense model (--model): it has no experts, and the file is not read",
+                options: &[("--placement", self.placement.is_some())],
+            },
+        ])
     }
 }

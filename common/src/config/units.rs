@@ -192,9 +192,13 @@ impl fmt::Display for Span {
     }
 }
 
+/// The same; none at all in the unit of a bare number.
 impl fmt::Display for Millis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Span(self.0).fmt(f)
+        match self.0 {
+            Duration::ZERO => f.write_str("0ms"),
+            time => Span(time).fmt(f),
+        }
     }
 }
 
@@ -249,6 +253,10 @@ mod tests {
         assert_eq!(["50", "33.3", "0.1s", "-5"].map(milliseconds), [Ok(50.0), Ok(33.3), Ok(100.0), Ok(-5.0)]);
         assert!(milliseconds("1 fortnight").unwrap_err().to_string().contains("500ms"));
         assert_eq!(Millis::positive("0").unwrap_err(), "expected more than 0");
+        assert_eq!(
+            (Millis(Duration::ZERO).to_string(), Span(Duration::ZERO).to_string()),
+            ("0ms".into(), "0s".into())
+        );
         assert_eq!(Span::positive("1").unwrap().0, 1000 * Millis::positive("1").unwrap().0);
     }
 

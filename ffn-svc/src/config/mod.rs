@@ -89,6 +89,8 @@ pub struct Config {
     pub spans: SpanSink,
     /// Options that were given and have no effect.
     pub idle: Vec<Idle>,
+    /// Options about experts that were given, of no effect where the model turns out to have none.
+    pub idle_on_dense: Vec<Idle>,
 }
 
 /// Attention ranks to announce a rank to.
@@ -125,6 +127,8 @@ impl ServeOptions {
         let log = LogConfig::default();
         let idle = without_effect(&given);
         let shard = given.shard.unwrap_or(Shard::WHOLE);
+        let placement = given.experts.placement.filter(|_| shard != Shard::WHOLE);
+        let experts = ExpertOptions { placement, ..given.experts };
         Ok(Config {
             model,
             access: Access::new(listen, files, gate, "--join-token-file", given.insecure.unwrap_or(false))?,
@@ -134,9 +138,10 @@ impl ServeOptions {
             shard,
             rank: given.rank.unwrap_or(0),
             deployment: deployment(given.deployment.as_deref())?,
-            sides: given.experts.sides(),
-            placement: given.experts.placement.filter(|_| shard != Shard::WHOLE),
-            routing: given.experts.routing.unwrap_or_default(),
+            sides: experts.sides(),
+            routing: experts.routing.unwrap_or_default(),
+            idle_on_dense: experts.idle_on_dense(),
+            placement: experts.placement,
             dtype: given.dtype.unwrap_or_default(),
             device: given.tensors.device.unwrap_or_default(),
             threads: tensor_threads(given.threads)?,

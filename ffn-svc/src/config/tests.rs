@@ -57,7 +57,10 @@ fn what_is_wrong_is_named_in_one_line() {
     );
     assert_eq!(message(&["--model", ".", "--max-stages", "5"]), "--max-stages is 5; expected 1 to 4");
     assert_eq!(message(&["--model", ".", "--board-ms", "2s"]), "--board-ms is 2s; expected 0 to 1s");
-    assert_eq!(message(&["--model", ".", "--lease-ms", "1"]), "--lease-ms is 1ms; expected 100ms to 1h");
+    for (given, shown) in [("1", "1ms"), ("0", "0ms"), ("2h", "7200s")] {
+        let expected = format!("--lease-ms is {shown}; expected 100ms to 1h");
+        assert_eq!(message(&["--model", ".", "--lease-ms", given]), expected);
+    }
     for (text, part) in [
         ("colour = 1", "unknown field `colour`"),
         ("shard = \"2/2\"", "expected I/N"),

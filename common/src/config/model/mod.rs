@@ -121,6 +121,11 @@ impl ModelConfig {
         }
     }
 
+    /// Whether some layer is a mixture of experts.
+    pub fn has_experts(&self) -> bool {
+        (0..self.num_layers()).any(|layer| self.moe(layer).is_some())
+    }
+
     /// Whether some layer has shared experts.
     pub fn has_shared_experts(&self) -> bool {
         (0..self.num_layers()).filter_map(|layer| self.moe(layer)).any(|moe| moe.shared_intermediate_size > 0)
