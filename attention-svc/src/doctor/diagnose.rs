@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use afd_common::identity::difference;
 use afd_common::proto::v1;
-use afd_common::spelling;
+use afd_common::spelling::{self, first_few};
 
 use super::look::{AttentionRank, Clock, FfnRank, Found, Seen};
 use super::milliseconds;
+use super::told::{Told, is_same};
 
 /// One thing that is wrong.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -70,10 +71,14 @@ pub(super) fn diagnose(seen: &[Seen], max_skew: Duration) -> Vec<Finding> {
     protocols(&ranks, &mut findings);
     models(&ranks, &mut findings);
     shards(seen, &ranks, &mut findings);
-    twins(&ranks, &mut findings);
-    links(&ranks, &mut findings);
-    absences(seen, &ranks, &mut findings);
-    readiness(&ranks, &mut findings);
+    let mut told = Told::nothing(seen);
+    findings.iter().for_each(|finding| told.add(&finding.address));
+    twins(&ranks, &mut told, &mut findings);
+    links(&ranks, &mut told, &mut findings);
+    drains(&ranks, &mut told, &mut findings);
+    readiness(&ranks, &mut told, &mut findings);
+    unused(&ranks, &told, &mut findings);
+    absences(&ranks, &told, &mut findings);
     clocks(&ranks, max_skew, &mut findings);
     findings.sort_by_key(|finding| finding.fault);
     findings
@@ -168,21 +173,17 @@ fn shards(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
     if !others.is_empty() || seen.iter().filter(is_ffn).any(|seen| matches!(seen.found, Found::Stranger(_))) {
         return;
     }
-    let some_unreachable = seen.iter().filter(is_ffn).any(|seen| matches!(seen.found, Found::Nobody(_)));
+    // Attention knows more: since when, and of a rank that may be there and refuses.
+    let words = format!("/{count} has no rank, for ");
+    if ranks.attention.iter().any(|(_, attention)| attention.info.not_ready.contains(&words)) {
+        return;
+    }
     let mut there: BTreeSet<u32> = ranks.ffn.iter().map(|(_, rank)| spec(rank).index).collect();
     for (_, attention) in &ranks.attention {
         // Ranks that were not asked, because --ffn left them out.
         there.extend(attention.info.ffn_peers.iter().filter_map(|peer| peer.shard).map(|shard| shard.index));
     }
-    let is_told = |index: u32| {
-        let words = format!("shard {index}/{count} has no rank");
-        ranks.attention.iter().any(|(_, attention)| attention.info.not_ready.contains(&words))
-    };
     for index in (0..count).filter(|index| !there.contains(index)) {
-        // Attention knows more: a rank may be there that it refuses.
-        if is_told(index) && !some_unreachable {
-            continue;
-        }
         let sentence = format!(
             "no rank serves shard {index} of {count}: start `ffn-svc serve --shard {index}/{count}` and name it in --ffn"
         );
@@ -190,7 +191,7 @@ fn shards(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
     }
 }
 
-fn twins(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+fn twins(ranks: &Ranks<'_>, told: &mut Told<'_>, findings: &mut Vec<Finding>) {
     let attention = ranks.attention.iter().map(|(address, rank)| (*address, rank.info.identity.as_ref()));
     let ffn = ranks.ffn.iter().map(|(address, rank)| (*address, rank.edge.answer.identity.as_ref()));
     let mut by_name = BTreeMap::new();
@@ -208,30 +209,42 @@ fn twins(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
                 identity.deployment
             );
             findings.push(finding(Fault::TwinRank, address, sentence));
+            [address, other].iter().for_each(|address| told.add(address));
         }
     }
 }
 
-/// What each attention rank has of each FFN rank: a link in use, or why there is none.
-fn links(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
-    for (address, attention) in &ranks.attention {
+/// Attention and FFN ranks whose links have nothing in common.
+fn links(ranks: &Ranks<'_>, told: &mut Told<'_>, findings: &mut Vec<Finding>) {
+    for (address, attention) in ranks.attention.iter().filter(|(_, attention)| !is_monolithic(attention)) {
         let who = name(attention.info.identity.as_ref());
-        if attention.info.link_kinds.iter().any(|kind| kind == "loopback") {
-            continue;
-        }
         for (ffn_address, ffn) in &ranks.ffn {
             let offered = offered(ffn);
             let (theirs, ours) = (offered.join(", "), attention.info.link_kinds.join(", "));
+            if attention.info.link_kinds.iter().any(|kind| offered.contains(kind)) {
+                continue;
+            }
             let rank = name(ffn.edge.answer.identity.as_ref());
-            if !attention.info.link_kinds.iter().any(|kind| offered.contains(kind)) {
-                let sentence = format!(
-                    "{who} at {address} asks for {ours} and {rank} at {ffn_address} offers {theirs}: choose --link so that \
-                     they have one in common"
-                );
-                findings.push(finding(Fault::Links, address, sentence));
-            } else if !attention.info.ffn_peers.iter().any(|peer| is_same(&peer.address, ffn_address))
-                && !attention.info.ffn_absent.iter().any(|absence| is_same(&absence.address, ffn_address))
+            let sentence = format!(
+                "{who} at {address} asks for {ours} and {rank} at {ffn_address} offers {theirs}: choose --link so that \
+                 they have one in common"
+            );
+            findings.push(finding(Fault::Links, address, sentence));
+            told.add(ffn_address);
+        }
+    }
+}
+
+/// FFN ranks that are there, that nothing is told of, and that an attention rank does not use.
+fn unused(ranks: &Ranks<'_>, told: &Told<'_>, findings: &mut Vec<Finding>) {
+    for (address, attention) in ranks.attention.iter().filter(|(_, attention)| !is_monolithic(attention)) {
+        let who = name(attention.info.identity.as_ref());
+        let (used, absent) = (&attention.info.ffn_peers, &attention.info.ffn_absent);
+        for (ffn_address, ffn) in ranks.ffn.iter().filter(|(ffn_address, _)| !told.has(ffn_address)) {
+            if !used.iter().any(|peer| is_same(&peer.address, ffn_address))
+                && !absent.iter().any(|absence| is_same(&absence.address, ffn_address))
             {
+                let rank = name(ffn.edge.answer.identity.as_ref());
                 let sentence = format!(
                     "{who} at {address} does not use {rank} at {ffn_address}: it is not in that rank's --ffn, or was \
                      refused (its log says why)"
@@ -242,22 +255,29 @@ fn links(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Ranks that an attention rank looks for in vain: a replica may hide that.
-fn absences(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
-    let is_silent = |seen: &&Seen| matches!(seen.found, Found::Nobody(_) | Found::Stranger(_));
+/// Whether its FFN is in its own process.
+fn is_monolithic(attention: &AttentionRank) -> bool {
+    attention.info.link_kinds.iter().any(|kind| kind == "loopback")
+}
+
+/// Ranks that attention ranks look for in vain: a replica may hide that.
+fn absences(ranks: &Ranks<'_>, told: &Told<'_>, findings: &mut Vec<Finding>) {
+    let mut absent: BTreeMap<&str, (Vec<String>, &str)> = BTreeMap::new();
     for (address, attention) in &ranks.attention {
-        let who = name(attention.info.identity.as_ref());
-        for v1::FfnAbsence { address: absent, why } in &attention.info.ffn_absent {
-            // Whoever was asked and did not answer has a finding, and so has what keeps requests from being answered.
-            let is_told = seen.iter().filter(is_silent).any(|seen| is_same(absent, &seen.address))
-                || attention.info.not_ready.contains(&format!("{absent} {why}"));
-            if !is_told {
-                let sentence = format!(
-                    "{who} at {address} is without an FFN rank that its --ffn or an announcement names: {absent} {why}"
-                );
-                findings.push(finding(Fault::Absent, absent, sentence));
-            }
+        let who = format!("{} at {address}", name(attention.info.identity.as_ref()));
+        for v1::FfnAbsence { address, why } in &attention.info.ffn_absent {
+            absent.entry(address).or_insert_with(|| (Vec::new(), why)).0.push(who.clone());
         }
+    }
+    for (absent, (who, why)) in absent.into_iter().filter(|(absent, _)| !told.has(absent)) {
+        let whose = if who.len() == 1 {
+            "is without an FFN rank that its"
+        } else {
+            "are without an FFN rank that their"
+        };
+        let who = first_few(&who, ", ");
+        let sentence = format!("{who} {whose} --ffn or an announcement names: {absent} {why}");
+        findings.push(finding(Fault::Absent, absent, sentence));
     }
 }
 
@@ -266,35 +286,45 @@ pub(super) fn offered(rank: &FfnRank) -> Vec<String> {
     rank.edge.answer.link_kinds.iter().map(|kind| spelling::link(*kind).into_owned()).collect()
 }
 
-/// An attention rank tells the address it resolved; a name is compared by its port alone.
-fn is_same(resolved: &str, given: &str) -> bool {
-    let parts = |address: &str| {
-        let (host, port) = address.rsplit_once(':')?;
-        Some((host.trim_start_matches("http://").to_owned(), port.to_owned()))
-    };
-    match (parts(resolved), parts(given)) {
-        (Some((host, port)), Some((given_host, given_port))) => {
-            let is_name = given_host.parse::<std::net::IpAddr>().is_err() && !given_host.starts_with('[');
-            port == given_port && (is_name || host == given_host)
-        }
-        _ => false,
-    }
-}
-
-fn readiness(ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
-    for (address, rank) in &ranks.attention {
-        let why = &rank.info.not_ready;
-        if !why.is_empty() {
-            let sentence = format!("{} at {address} is not ready: {why}", name(rank.info.identity.as_ref()));
-            findings.push(finding(Fault::NotReady, address, sentence));
-        }
-    }
+/// FFN ranks that take nothing new.
+fn drains(ranks: &Ranks<'_>, told: &mut Told<'_>, findings: &mut Vec<Finding>) {
     for (address, rank) in ranks.ffn.iter().filter(|(_, rank)| rank.edge.answer.draining) {
         let who = name(rank.edge.answer.identity.as_ref());
         let sentence =
             format!("{who} at {address} is draining: it finishes what it has and takes nothing new");
         findings.push(finding(Fault::NotReady, address, sentence));
+        told.add(address);
     }
+}
+
+/// Attention ranks that are not ready. Where that is for FFN ranks, they are told of with it, unless they are already.
+fn readiness(ranks: &Ranks<'_>, told: &mut Told<'_>, findings: &mut Vec<Finding>) {
+    for (address, rank) in ranks.attention.iter().filter(|(_, rank)| !rank.info.not_ready.is_empty()) {
+        let who = name(rank.info.identity.as_ref());
+        let absent: Vec<&str> = rank.info.ffn_absent.iter().map(|absence| absence.address.as_str()).collect();
+        let why = match without_ranks(&rank.info) {
+            Some(why) if absent.iter().all(|absent| told.has(absent)) => {
+                format!("{why}; absent: {}", first_few(&absent, ", "))
+            }
+            Some(_) => {
+                absent.iter().for_each(|absent| told.add(absent));
+                rank.info.not_ready.clone()
+            }
+            None => rank.info.not_ready.clone(),
+        };
+        let sentence = format!("{who} at {address} is not ready: {why}");
+        findings.push(finding(Fault::NotReady, address, sentence));
+    }
+}
+
+/// Why an attention rank is not ready, before it goes on to how each FFN rank stands; `None` where it is not for absent ones.
+fn without_ranks(info: &v1::GetModelInfoResponse) -> Option<&str> {
+    let begins = |address: &str, separator: &str| info.not_ready.find(&format!("{separator}{address} "));
+    let absent = || info.ffn_absent.iter().map(|absence| absence.address.as_str());
+    absent().find(|address| [": ", "; "].iter().any(|separator| begins(address, separator).is_some()))?;
+    let all = absent().chain(info.ffn_peers.iter().map(|peer| peer.address.as_str()));
+    let end = all.filter_map(|address| begins(address, ": ")).min()?;
+    Some(&info.not_ready[..end])
 }
 
 fn clocks(ranks: &Ranks<'_>, max_skew: Duration, findings: &mut Vec<Finding>) {

@@ -1,14 +1,15 @@
 //! `attention-svc doctor`: looks at a deployment from outside and says what is wrong with it, in sentences.
 //!
 //! Joins nothing and changes nothing. In reading order: `look` (what each address says of itself) → `diagnose` (what does
-//! not go together, pure) → `report` (table and JSON). Latency and bandwidth are of the way from where it runs: run it
+//! not go together, pure; each cause once, which `told` keeps) → `report` (table and JSON). Latency and bandwidth are of the way from where it runs: run it
 //! beside the attention rank to see that rank's.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use afd_common::config::option::refuse;
+use afd_common::config::option::OptionError;
 use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
+use afd_common::process::out_file::JsonOut;
 use clap::Args;
 use ffn_svc::probe::dial::{TlsOptions, Token, address};
 
@@ -17,6 +18,7 @@ mod look;
 mod report;
 #[cfg(test)]
 mod tests;
+mod told;
 
 use diagnose::diagnose;
 use look::{Look, Seen};
@@ -60,6 +62,11 @@ pub struct DoctorArgs {
 /// # Errors
 /// A file of the options cannot be read or written: what is wrong with a deployment is an answer.
 pub async fn run(args: DoctorArgs) -> anyhow::Result<Exit> {
+    let not_written = |error: std::io::Error| -> OptionError {
+        let path = args.json.as_deref().unwrap_or(Path::new("-")).display();
+        OptionError::Option { option: "--json", what: format!("{path}: {error}") }
+    };
+    let out = JsonOut::open(args.json.as_deref()).map_err(not_written)?;
     let look = Look {
         tls: args.tls.load()?,
         api_token: Token::read("--api-key-file", args.api_key_file.as_deref())?,
@@ -71,15 +78,7 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<Exit> {
     let ffn = if args.ffn.is_empty() { used_by(&seen) } else { args.ffn.clone() };
     seen.extend(look.at_ffn(&ffn).await);
     let findings = diagnose(&seen, args.max_clock_skew.0);
-    let json = report::json(&seen, &findings);
-    let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
-    match &args.json {
-        Some(_) if to_stdout => println!("{json:#}"),
-        Some(path) => std::fs::write(path, format!("{json:#}\n"))
-            .or_else(|error| refuse("--json", format!("{}: {error}", path.display())))?,
-        None => {}
-    }
-    if !to_stdout {
+    if out.write(&report::json(&seen, &findings)).map_err(not_written)? {
         print!("{}", report::text(&seen, &findings));
     }
     Ok(if findings.is_empty() { Exit::Done } else { Exit::Failed })

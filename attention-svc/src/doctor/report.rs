@@ -1,6 +1,7 @@
 //! What was seen and what is wrong, as a table with sentences and as JSON.
 use std::fmt::Write as _;
 
+use afd_common::spelling::{FEW, first_few};
 use serde_json::{Value, json};
 
 use super::diagnose::{Finding, name, offered};
@@ -23,10 +24,26 @@ pub(super) fn text(seen: &[Seen], findings: &[Finding]) -> String {
         );
         let _ = writeln!(out, "healthy: {attention} attention and {ffn} FFN ranks that work together");
     }
-    for finding in findings {
-        let _ = writeln!(out, "✗ {}", finding.sentence);
+    // They come sorted by their kind.
+    for kind in findings.chunk_by(|one, other| one.fault == other.fault) {
+        let (told, more) = kind.split_at(kind.len().min(FEW));
+        for finding in told {
+            let _ = writeln!(out, "✗ {}", finding.sentence);
+        }
+        if !more.is_empty() {
+            let _ = writeln!(out, "✗ {}", summary(more));
+        }
     }
     out
+}
+
+/// Of findings of one kind, of which some are told by themselves.
+fn summary(more: &[Finding]) -> String {
+    let mut at: Vec<&str> = more.iter().map(|finding| finding.address.as_str()).collect();
+    at.retain(|address| !address.is_empty());
+    at.dedup();
+    let at = if at.is_empty() { String::new() } else { format!(", at {}", first_few(&at, ", ")) };
+    format!("and {} more like these{at} (--json has all of them)", more.len())
 }
 
 fn row(seen: &Seen) -> Vec<String> {

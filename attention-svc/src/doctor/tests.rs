@@ -124,6 +124,99 @@ fn a_rank_that_is_looked_for_in_vain_is_a_finding_while_a_replica_serves() {
     says(&seen, Fault::Absent, &["10.0.0.2:7001 was up"]);
 }
 
+/// The faults, and the sentences.
+fn found(seen: &[Seen]) -> (Vec<Fault>, Vec<String>) {
+    diagnose(seen, MAX_SKEW).into_iter().map(|finding| (finding.fault, finding.sentence)).unzip()
+}
+
+fn absent(address: &str) -> v1::FfnAbsence {
+    v1::FfnAbsence { address: address.into(), why: "is not there, for 2.0 s: Connection refused".into() }
+}
+
+#[test]
+fn a_rank_without_which_attention_is_not_ready_is_one_cause_and_one_sentence() {
+    let is_gone = |a: &mut AttentionRank| {
+        a.info.ffn_peers.truncate(1);
+        a.info.ffn_absent.push(absent("10.0.0.2:7001"));
+        // Said at another moment than the one above.
+        a.info.not_ready =
+            "shard 1/2 has no rank, for 2.1 s: 10.0.0.1:7001 is up, shard 0/2; 10.0.0.2:7001 is not there, \
+                            for 2.1 s: Connection refused"
+                .into();
+    };
+    // Nobody was asked about it: attention's own words are all there is.
+    let mut seen = deployment(|a, _, _| is_gone(a));
+    seen.truncate(2);
+    says(&seen, Fault::NotReady, &["10.0.0.2:7001 is not there"]);
+    // A second attention rank says so too, and once is enough.
+    let Found::Attention(a) = &seen[0].found else { panic!() };
+    let (mut other, expected) = (a.clone(), v1::Role::Attention);
+    other.info.identity = identity(v1::Role::Attention, 1, 2);
+    seen.push(Seen { address: "10.0.0.8:8000".into(), expected, found: Found::Attention(other) });
+    let (faults, sentences) = found(&seen);
+    assert_eq!(faults, [Fault::NotReady, Fault::NotReady]);
+    let short = "A1 at 10.0.0.8:8000 is not ready: shard 1/2 has no rank, for 2.1 s; absent: 10.0.0.2:7001";
+    assert!(sentences[0].contains("is not there") && sentences[1] == short, "{sentences:#?}");
+    // Asked by this doctor too.
+    seen.truncate(2);
+    let nobody = Found::Nobody("cannot be reached: Connection refused".into());
+    seen.push(Seen { address: "ffn-1:7001".into(), expected: v1::Role::Ffn, found: nobody });
+    let (faults, sentences) = found(&seen);
+    assert_eq!(faults, [Fault::Unreachable, Fault::NotReady]);
+    assert!(sentences[1].ends_with("for 2.1 s; absent: 10.0.0.2:7001"), "{sentences:#?}");
+    // Another name has the same port: whose address it is nobody knows, and nothing is left out.
+    seen.push(Seen {
+        address: "ffn-9:7001".into(),
+        expected: v1::Role::Ffn,
+        found: Found::Ffn(Box::new(ffn(0))),
+    });
+    assert!(found(&seen).1[1].contains("10.0.0.2:7001 is not there"), "{:#?}", found(&seen));
+}
+
+#[test]
+fn one_rank_that_several_look_for_in_vain_is_told_once() {
+    let mut seen = deployment(|a, _, _| a.info.ffn_absent.push(absent("10.0.0.3:7001")));
+    let Found::Attention(a) = &seen[0].found else { panic!() };
+    let (mut other, expected) = (a.clone(), v1::Role::Attention);
+    other.info.identity = identity(v1::Role::Attention, 1, 2);
+    seen.push(Seen { address: "10.0.0.8:8000".into(), expected, found: Found::Attention(other) });
+    let both = "A0 at 10.0.0.9:8000, A1 at 10.0.0.8:8000 are without an FFN rank that their --ffn";
+    says(&seen, Fault::Absent, &[both, "10.0.0.3:7001 is not there"]);
+}
+
+#[test]
+fn what_is_wrong_with_a_rank_is_why_it_is_not_used() {
+    let other_model = |rank: &mut FfnRank| rank.edge.answer.model.as_mut().unwrap().hidden_size = 128;
+    let seen = deployment(|a, f0, _| {
+        other_model(f0);
+        a.info.ffn_peers.remove(0);
+    });
+    says(&seen, Fault::Model, &["10.0.0.1:7001"]);
+    let seen = deployment(|a, f0, _| {
+        other_model(f0);
+        a.info.ffn_peers.remove(0);
+        a.info.ffn_absent.push(absent("10.0.0.1:7001"));
+    });
+    says(&seen, Fault::Model, &["10.0.0.1:7001"]);
+}
+
+#[test]
+fn of_many_findings_of_a_kind_people_read_a_few_and_programs_all() {
+    let many = |a: &mut AttentionRank| {
+        a.info.ffn_absent.extend((0..20).map(|host| absent(&format!("10.0.1.{host}:7001"))));
+    };
+    let seen = deployment(|a, _, _| many(a));
+    let findings = diagnose(&seen, MAX_SKEW);
+    let text = report::text(&seen, &findings);
+    let told: Vec<&str> = text.lines().filter(|line| line.starts_with('✗')).collect();
+    assert!(told.len() == 9 && told[..8].iter().all(|line| line.contains("is not there")), "{text}");
+    assert!(
+        told[8].starts_with("✗ and 12 more like these, at 10.0.1.") && told[8].contains("and 4 more"),
+        "{text}"
+    );
+    assert_eq!(report::json(&seen, &findings)["findings"].as_array().unwrap().len(), 20);
+}
+
 #[test]
 fn a_healthy_deployment_has_no_findings_and_says_so() {
     let seen = deployment(|_, _, _| ());
