@@ -79,7 +79,8 @@ impl CapacityConfig {
             prefix_cache: !args.no_prefix_cache.unwrap_or(false),
             stages,
             graphs: graphs(args, max_num_seqs, stages)?,
-            max_body_bytes: usize::try_from(at_least("--max-body", 1, max_body.0)?).unwrap_or(usize::MAX),
+            max_body_bytes: usize::try_from(at_least("--max-body", ByteSize(1), max_body)?.0)
+                .unwrap_or(usize::MAX),
             body_timeout: time("--body-timeout", args.body_timeout, 60)?,
         })
     }
@@ -136,6 +137,9 @@ fn graphs(args: &ServeArgs, max_num_seqs: usize, stages: StageRules) -> Result<G
         None => CaptureSizes::up_to(max),
         Some(sizes) => {
             let wanted: Vec<usize> = sizes.iter().copied().filter(|size| *size <= max).collect();
+            if wanted.is_empty() && args.max_capture_size.is_some() {
+                return refuse("--capture-sizes", format!("has no size up to --max-capture-size {max}"));
+            }
             let beyond = args.max_capture_size.is_none() && wanted.len() < sizes.len();
             let sizes = CaptureSizes::new(if beyond { sizes } else { &wanted });
             sizes.or_else(|what| refuse("--capture-sizes", what))?

@@ -75,6 +75,7 @@ fn a_wrong_option_is_named_with_its_value() {
             &["--shared-experts is attention", "--ffn is local"],
         ),
         (&["--dtype", "float8"], &["--dtype", "float8"]),
+        (&["--max-body", "0"], &["--max-body is 0B; expected at least 1B"]),
         (&["--kv-cache-memory", "lots"], &["--kv-cache-memory", "lots", "1.5GiB"]),
         (&["--join-timeout", "soon"], &["--join-timeout", "soon"]),
         (&["--link-timeout", "0s"], &["--link-timeout"]),
@@ -193,7 +194,8 @@ fn graphs_follow_the_batch_and_are_cut_to_the_largest() {
     assert_eq!(sizes(&["--max-num-seqs", "6"]), [1, 2, 4, 6]);
     assert_eq!(sizes(&["--capture-sizes", "32,4,4,1"]), [1, 4, 32]);
     assert_eq!(sizes(&["--capture-sizes", "32,4,1", "--max-capture-size", "8"]), [1, 4]);
-    assert!(with(&["--capture-sizes", "32", "--max-capture-size", "8"]).is_err());
+    let none = with(&["--capture-sizes", "32", "--max-capture-size", "8"]).unwrap_err();
+    assert_eq!(none, "--capture-sizes has no size up to --max-capture-size 8");
     assert!(!with(&["--graph-mode", "none"]).unwrap().capacity.graphs.capture);
 }
 

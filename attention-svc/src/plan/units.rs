@@ -124,7 +124,7 @@ pub fn parse_tokens(text: &str) -> Result<u64, QuantityError> {
     let value =
         number.parse::<f64>().map_err(|_| fail("is not a number of tokens, such as 4096 or 16k"))? * factor;
     if !(1.0..=1e9).contains(&value) || value.fract() != 0.0 {
-        return Err(fail("must be a whole number of tokens between 1 and 1e9"));
+        return Err(fail("expected a whole number of tokens from 1 to 1e9"));
     }
     Ok(value as u64)
 }
