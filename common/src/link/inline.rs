@@ -1,9 +1,10 @@
 //! Frames as messages of `LayerStageService.StreamStages`: the slowest link, and one that is there wherever gRPC is.
 //!
 //! The engine's end is an ordinary [`HopLink`]; a task per end moves frames between it and the stream. What is sent waits
-//! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine. A
-//! frame that cannot be right ends the stream with `INVALID_ARGUMENT` and the reason. Bodies have CRC-32C, whatever
-//! else was agreed: this is the link of clients in any language.
+//! in a channel with room for every frame that credits allow for, so a stream that does not flow holds up no engine. Whoever
+//! sent a frame that cannot be right is told so by a close frame, as on every link, and by an FFN rank in gRPC's own way too:
+//! it ends the stream with `INVALID_ARGUMENT` and the reason. Bodies have CRC-32C, whatever else was agreed: this is the link
+//! of clients in any language.
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -154,6 +155,12 @@ impl InlineLink {
         }
     }
 
+    /// Nothing more is sent.
+    fn hang_up(&mut self) {
+        self.out = None;
+        self.closed.cancel();
+    }
+
     fn push(&self, header: &FrameHeader, body: &[&[u8]]) -> Result<(), LinkError> {
         let mut frame = BytesMut::with_capacity(HEADER_BYTES + header.body_bytes as usize);
         frame.extend_from_slice(&header.encode(body_sum(Checksum::Crc32c, body)));
@@ -185,12 +192,10 @@ impl HopLink for InlineLink {
     }
 
     fn close(&mut self, reason: &str) {
-        if let Some((header, text)) = self.port.close(reason) {
-            // A failure means that the peer is gone already.
-            let _ = self.push(&header, &[text]);
-        }
-        self.out = None;
-        self.closed.cancel();
+        let Some((header, text)) = self.port.close(reason) else { return };
+        // A failure means that the peer is gone already.
+        let _ = self.push(&header, &[text]);
+        self.hang_up();
     }
 
     fn stats(&self) -> Arc<LinkStats> {
@@ -201,6 +206,10 @@ impl HopLink for InlineLink {
 impl Drop for InlineLink {
     fn drop(&mut self) {
         self.close("the other end was dropped");
+        if let Some((header, text)) = self.port.blame() {
+            let _ = self.push(&header, &[text.as_bytes()]);
+        }
+        self.hang_up();
     }
 }
 
@@ -215,18 +224,25 @@ struct Pump {
 
 impl Pump {
     async fn run(self, frames: impl Stream<Item = Result<Bytes, Status>>) {
+        tokio::pin!(frames);
         let lingered = async {
             self.closed.cancelled().await;
             sleep(LINGER).await;
         };
+        let ended = async {
+            let end = self.receive(&mut frames).await;
+            // A peer whose frames were damaged is still to be told: until then the stream is not reset.
+            let is_to_be_told = matches!(end, LinkError::Corrupt { .. });
+            self.inbox.end(end);
+            while is_to_be_told && frames.next().await.is_some_and(|message| message.is_ok()) {}
+        };
         tokio::select! {
-            end = self.receive(frames) => self.inbox.end(end),
+            () = ended => {}
             () = lingered => {}
         }
     }
 
-    async fn receive(&self, frames: impl Stream<Item = Result<Bytes, Status>>) -> LinkError {
-        tokio::pin!(frames);
+    async fn receive(&self, mut frames: impl Stream<Item = Result<Bytes, Status>> + Unpin) -> LinkError {
         loop {
             let message = match frames.next().await {
                 Some(Ok(message)) => message,

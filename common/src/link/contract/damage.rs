@@ -1,5 +1,5 @@
 //! The clauses about peers that do not keep to the contract, and wires that harm what is on them.
-use super::{EPOCH, Fixture, MAX_ROWS, agreed, body, encoded, rows};
+use super::{EPOCH, Fixture, MAX_ROWS, Side, agreed, body, encoded, rows};
 use crate::frame::{BodySum, Checksum, FrameHeader, FrameKind, HEADER_BYTES, body_sum};
 use crate::ids::HopKey;
 use crate::link::{Limits, LinkError};
@@ -126,21 +126,29 @@ pub fn a_sum_behind_a_body_counts_as_one_before_it(fixture: &dyn Fixture) {
     }
 }
 
-/// Whoever sent what is not as agreed is told what was wrong with it when the other end gives the link up.
+/// Whoever sent what is not as agreed is told what was wrong with it when the other end gives the link up, whichever end that is.
 pub fn whoever_sent_a_corrupt_frame_is_told_so(fixture: &dyn Fixture) {
     // Where nothing is encoded, nothing is compared with what was agreed.
     if fixture.raw(agreed(fixture, "raw")).is_none() {
         return;
     }
-    let (mut a, mut b) = fixture.pair(agreed(fixture, "B"), Limits { max_rows: 2, ..agreed(fixture, "A") });
-    a.dispatch(1, &body(2, 1)).unwrap();
-    a.dispatch(2, &body(3, 1)).unwrap();
-    assert_eq!(b.next().unwrap().body(), body(2, 1));
-    let error = b.next().unwrap_err();
+    let strict = |peer| Limits { max_rows: 2, ..agreed(fixture, peer) };
+    let (dialed, answered) = fixture.pair(agreed(fixture, "B"), strict("A"));
+    is_told(dialed, answered);
+    let (dialed, answered) = fixture.pair(strict("B"), agreed(fixture, "A"));
+    is_told(answered, dialed);
+}
+
+/// `strict` takes two rows at the most, and `told` sends it three.
+fn is_told(mut told: Side, mut strict: Side) {
+    told.dispatch(1, &body(2, 1)).unwrap();
+    told.dispatch(2, &body(3, 1)).unwrap();
+    assert_eq!(strict.next().unwrap().body(), body(2, 1));
+    let error = strict.next().unwrap_err();
     let LinkError::Corrupt { what, .. } = &error else { panic!("{error}") };
-    drop(b);
-    let told = a.next().unwrap_err().to_string();
-    assert!(told.contains(what.as_str()), "{what:?} is not in: {told}");
+    drop(strict);
+    let says = told.next().unwrap_err().to_string();
+    assert!(says.contains(what.as_str()), "{what:?} is not in: {says}");
 }
 
 /// More dispatches than credits allow for are the peer's mistake.
