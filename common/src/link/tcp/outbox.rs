@@ -62,19 +62,24 @@ impl Outbox {
         header: &[u8; HEADER_BYTES],
         body: &[&[u8]],
     ) -> io::Result<()> {
-        let len = body.iter().fold(HEADER_BYTES, |sum, part| sum + part.len());
         let mut state = self.open()?;
-        let mut together = std::mem::take(&mut state.together);
-        let mut leaving = Leaving::new(&mut state, stream, len, self.frame_bytes);
-        let mut parts = Parts { head: header, body };
-        if len <= TOGETHER_BYTES && leaving.behind.is_none() {
-            parts.iter().for_each(|part| together.extend_from_slice(part));
-            parts = Parts { head: &together, body: &[] };
+        let parts = Parts { head: header, body };
+        // What is to be copied behind other frames, or sealed, is put together there.
+        if parts.len() > TOGETHER_BYTES || state.must_wait() || stream.is_tls() {
+            return self.write_parts(&mut state, stream, &parts);
         }
-        let ended = leaving.push(&parts).and_then(|()| self.end(leaving));
+        let mut together = std::mem::take(&mut state.together);
+        parts.iter().for_each(|part| together.extend_from_slice(part));
+        let written = self.write_parts(&mut state, stream, &Parts { head: &together, body: &[] });
         together.clear();
         state.together = together;
-        ended
+        written
+    }
+
+    fn write_parts(&self, state: &mut State, stream: &LinkStream, parts: &Parts<'_>) -> io::Result<()> {
+        let mut leaving = Leaving::new(state, stream, parts.len(), self.frame_bytes);
+        leaving.push(parts)?;
+        self.end(leaving)
     }
 
     /// The same of a frame whose sum stands behind its body, which is summed piece by piece of `piece_bytes`.
@@ -130,7 +135,7 @@ impl Outbox {
     /// Whether everything was written, and more may be.
     pub(super) fn is_idle(&self) -> bool {
         let state = self.lock();
-        state.waiting.is_empty() && !state.writing && matches!(state.phase, Phase::Open)
+        !state.must_wait() && matches!(state.phase, Phase::Open)
     }
 
     /// Why writing failed, if it did.
@@ -184,6 +189,13 @@ impl Outbox {
     }
 }
 
+impl State {
+    /// Frames before it are still on their way: nothing is overtaken.
+    fn must_wait(&self) -> bool {
+        !self.waiting.is_empty() || self.writing
+    }
+}
+
 /// A frame on its way into the socket, under the lock that keeps frames in order.
 struct Leaving<'a> {
     state: &'a mut State,
@@ -200,15 +212,11 @@ struct Leaving<'a> {
 impl<'a> Leaving<'a> {
     fn new(state: &'a mut State, stream: &'a LinkStream, left: usize, frame_bytes: usize) -> Self {
         let mut leaving = Self { state, stream, left, behind: None, frame_bytes, until: None };
-        // Nothing is overtaken, and records of TLS are made in the order in which they go out.
-        if leaving.must_wait() || stream.is_tls() {
+        // Records of TLS are made in the order in which they go out.
+        if leaving.state.must_wait() || stream.is_tls() {
             leaving.behind = Some(leaving.buffer());
         }
         leaving
-    }
-
-    fn must_wait(&self) -> bool {
-        !self.state.waiting.is_empty() || self.state.writing
     }
 
     fn buffer(&mut self) -> Vec<u8> {
@@ -239,7 +247,7 @@ impl<'a> Leaving<'a> {
     /// All bytes were pushed. Returns whether there is something for the writer thread.
     fn end(mut self) -> io::Result<bool> {
         let Some(mut behind) = self.behind.take() else { return Ok(false) };
-        if self.stream.is_tls() && !self.must_wait() {
+        if self.stream.is_tls() && !self.state.must_wait() {
             let len = behind.len();
             let sent = write_at_once(self.stream.socket(), &Parts { head: &behind, body: &[] }, |sent| {
                 *self.until.get_or_insert_with(|| Instant::now() + time_to_copy(len - sent))
