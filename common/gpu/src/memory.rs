@@ -219,24 +219,6 @@ impl Region {
         Ok(values)
     }
 
-    /// As [`write`](Self::write), behind what `stream` has to do and waiting for nothing else.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn write_on<T: Element>(&self, stream: &Stream, values: &[T]) -> Result<(), GpuError> {
-        let needed = size_of_val(values);
-        if needed > self.len {
-            return Err(GpuError::TooSmall { what: "region to write", found: self.len, needed });
-        }
-        let bind = self.owner.device.context().bind_to_thread();
-        // SAFETY: the range is inside an allocation that self keeps; T is plain; values live until the wait below.
-        let done = bind.and_then(|()| unsafe {
-            result::memcpy_htod_async(self.address(), values, stream.inner().cu_stream())
-        });
-        done.map_err(GpuError::driver("copying to the device"))?;
-        stream.synchronize()
-    }
-
     /// As [`read`](Self::read), behind what `stream` has to do and waiting for nothing else.
     ///
     /// # Errors

@@ -77,24 +77,6 @@ impl Staging {
         Ok(())
     }
 
-    /// Enqueues a copy of the first `bytes` bytes of `from` to the beginning of this memory.
-    ///
-    /// # Errors
-    /// [`GpuError::TooSmall`], [`GpuError::Driver`].
-    pub fn download(&mut self, stream: &Stream, from: &Region, bytes: usize) -> Result<(), GpuError> {
-        self.check(from, bytes)?;
-        self.settle()?;
-        let bind = self.device.context().bind_to_thread();
-        // SAFETY: as for `upload`.
-        let done = bind.and_then(|()| unsafe {
-            let to = std::slice::from_raw_parts_mut(self.memory, bytes);
-            result::memcpy_dtoh_async(to, from.address(), stream.raw().cast())
-        });
-        done.map_err(GpuError::driver("copying from the device"))?;
-        self.copying = Some(stream.mark(false)?);
-        Ok(())
-    }
-
     /// Where kernels find the first `bytes` bytes, which the last copy no longer needs; [`end_copy`](Self::end_copy) follows.
     pub(crate) fn begin_copy(&mut self, bytes: usize) -> Result<u64, GpuError> {
         if bytes > self.len.max(16) {

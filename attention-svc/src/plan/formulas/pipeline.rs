@@ -55,14 +55,6 @@ pub fn idle(stage_s: f64, stages: f64, cycle_s: f64) -> f64 {
     (1.0 - stages * stage_s / cycle_s).max(0.0)
 }
 
-/// `m ≥ 2 · (1 + T_C / T_f)`, `T_f = max(T_A, T_F)`: stages that hide the exchange when both roles take `T_f`. `None` when
-/// `T_C ≥ T_f`, where no number helps. Source: MegaScale-Infer, equation 3.
-pub fn stages_to_hide(one_way_s: f64, stage_s: f64) -> Option<u32> {
-    let needed = 2.0 * (1.0 + one_way_s / stage_s);
-    // Rounding noise must not ask for a stage more than the formula does.
-    (one_way_s < stage_s).then(|| (needed - 1e-9).ceil() as u32)
-}
-
 /// `(T_A + T_F + 2 T_C) + T_f · (m · L − 1)`, one step alone from the first row in to the last row out, s: what a step
 /// takes when nothing of the next one may begin before it has ended. `bottleneck` is the longest of a stage's services.
 /// Source: MegaScale-Infer, equation 4; the maximum extends it to a cycle bound by the round trip.
@@ -70,11 +62,6 @@ pub fn step_alone(times: &StageTimes, bottleneck: f64, stages: f64, layers: f64)
     let bound_by_service = times.round_trip() + bottleneck * (stages * layers - 1.0);
     let bound_by_round_trip = layers * times.round_trip() + bottleneck * (stages - 1.0);
     bound_by_service.max(bound_by_round_trip)
-}
-
-/// `TPOT / (L · m)`, the time both directions together may take per layer and stage, s. Source: StepMesh.
-pub fn exchange_budget(tpot_s: f64, layers: f64, stages: f64) -> f64 {
-    tpot_s / (layers * stages)
 }
 
 #[cfg(test)]
@@ -110,6 +97,14 @@ mod tests {
         }
     }
 
+    /// `m ≥ 2 · (1 + T_C / T_f)`, `T_f = max(T_A, T_F)`: stages that hide the exchange when both roles take `T_f`. `None` when
+    /// `T_C ≥ T_f`, where no number helps. Source: MegaScale-Infer, equation 3.
+    fn stages_to_hide(one_way_s: f64, stage_s: f64) -> Option<u32> {
+        let needed = 2.0 * (1.0 + one_way_s / stage_s);
+        // Rounding noise must not ask for a stage more than the formula does.
+        (one_way_s < stage_s).then(|| (needed - 1e-9).ceil() as u32)
+    }
+
     #[test]
     fn as_many_stages_as_the_rule_asks_for_hide_it_and_one_less_does_not() {
         for exchange in [0.01, 0.3, 0.5, 0.7, 0.99] {
@@ -143,10 +138,5 @@ mod tests {
                     < 1e-9
             );
         }
-    }
-
-    #[test]
-    fn stepmesh_has_273_us_at_50_ms_61_layers_and_3_stages() {
-        assert!((exchange_budget(0.05, 61.0, 3.0) * 1e6 - 273.2).abs() < 0.1);
     }
 }

@@ -32,11 +32,6 @@ pub fn max_hfu(link_bandwidth: f64, network_intensity: f64, rate: f64) -> f64 {
     (link_bandwidth * network_intensity / rate).min(1.0)
 }
 
-/// `b_e = P · b_w / (2 · BW)`, rows per expert from which an expert is bound by compute and not by reading its weights.
-pub fn compute_bound_rows_per_expert(rate: f64, weight_bytes: f64, memory_bandwidth: f64) -> f64 {
-    rate * weight_bytes / (2.0 * memory_bandwidth)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,11 +59,5 @@ mod tests {
         assert!((experts_hit(64, 6, 1e4) - 64.0).abs() < 1e-9);
         // 34.9 at 8 rows is what makes V2-Lite's step at concurrency 8 cost half of the one at 64.
         assert!((experts_hit(64, 6, 8.0) - 34.9).abs() < 0.05);
-    }
-
-    #[test]
-    fn fp8_on_h800_is_compute_bound_from_295_rows_an_expert() {
-        let rows = compute_bound_rows_per_expert(1979e12, 1.0, 3.35e12);
-        assert!((rows - 295.4).abs() < 0.1, "{rows}");
     }
 }
