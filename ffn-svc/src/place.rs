@@ -53,7 +53,7 @@ impl ExpertReport {
     pub fn of(engine: &EngineHandle) -> Self {
         let spec = engine.spec();
         let mixtures = spec.layers.iter().enumerate().filter(|(_, inputs)| inputs.num_experts > 0);
-        let report = |(layer, inputs): (usize, &crate::engine::LayerInputs)| {
+        let report = |(layer, inputs): (usize, &crate::model::LayerSpec)| {
             let rows = engine.expert_counts().map(|counts| counts.of_layer(LayerIdx(layer as u16)));
             let rows = rows.unwrap_or_default().into_iter().collect();
             (layer, LayerReport { num_experts: inputs.num_experts as usize, rows })

@@ -4,8 +4,8 @@
 //! whatever order they are added up.
 use afd_common::frame::{RowType, SideKind};
 use afd_common::ids::{LayerIdx, Shard};
-use ffn_svc::engine::{LayerInputs, StageModel, StageSpec};
-use ffn_svc::model::Side;
+use ffn_svc::engine::{StageModel, StageSpec};
+use ffn_svc::model::{LayerSpec, Side};
 use tch::{Kind, Tensor};
 
 use crate::dice::Dice;
@@ -24,15 +24,7 @@ pub(crate) struct SimModel {
 impl StageModel for SimModel {
     fn spec(&self) -> StageSpec {
         let local = self.shard.part_of(NUM_EXPERTS).map(|expert| expert as u32).collect();
-        let plain = LayerInputs {
-            side: SideKind::None,
-            side_columns: 0,
-            num_experts: 0,
-            experts_per_token: 0,
-            local_experts: Vec::new(),
-            shared_experts: None,
-        };
-        let routed = LayerInputs {
+        let routed = LayerSpec {
             side: SideKind::TopK,
             side_columns: TOP_K as u32,
             num_experts: NUM_EXPERTS as u32,
@@ -44,7 +36,10 @@ impl StageModel for SimModel {
             hidden_size: HIDDEN,
             activations: RowType::F32,
             shard: self.shard,
-            layers: vec![if self.is_routed { routed } else { plain }; usize::from(self.num_layers)],
+            layers: vec![
+                if self.is_routed { routed } else { LayerSpec::dense() };
+                usize::from(self.num_layers)
+            ],
         }
     }
 

@@ -183,12 +183,14 @@ impl Stack {
         LayerSpec {
             side: SideKind::None,
             side_columns: 0,
-            num_experts: self.shape.num_experts,
-            experts_per_token: self.shape.top_k,
+            num_experts: self.shape.num_experts as u32,
+            experts_per_token: self.shape.top_k as u32,
             local_experts: self
                 .routed
-                .as_ref()
-                .map_or_else(Vec::new, |routed| routed.local.clone().collect()),
+                .iter()
+                .flat_map(|routed| routed.local.clone())
+                .map(|id| id as u32)
+                .collect(),
             shared_experts: self.routed.as_ref().and_then(|routed| routed.shared_experts),
         }
     }

@@ -180,17 +180,10 @@ mod tests {
     use afd_common::ids::{Epoch, Shard};
 
     use super::*;
-    use crate::engine::LayerInputs;
+    use crate::model::LayerSpec;
 
-    fn layer(side: SideKind, side_columns: u32) -> LayerInputs {
-        LayerInputs {
-            side,
-            side_columns,
-            num_experts: 8,
-            experts_per_token: 2,
-            local_experts: Vec::new(),
-            shared_experts: None,
-        }
+    fn layer(side: SideKind, side_columns: u32) -> LayerSpec {
+        LayerSpec { side, side_columns, num_experts: 8, experts_per_token: 2, ..LayerSpec::dense() }
     }
 
     fn spec() -> StageSpec {

@@ -38,7 +38,7 @@ mod worker;
 pub use accounts::{HopTimes, Planned, StepAccount, StepAccounts, TracedStep};
 pub use hop_error::HopError;
 pub use metrics::EngineMetrics;
-pub use stage_model::{LayerInputs, StageModel, StageSpec};
+pub use stage_model::{StageModel, StageSpec};
 pub use stream_links::{
     GraphUse, HopMoments, OpenStream, OpenStreamError, OwnEnd, PeerEnd, PlannedStep, StepEnd, StepMode,
     StepRunner, StreamLinkId, StreamOwner,

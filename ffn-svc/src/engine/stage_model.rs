@@ -3,8 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use afd_common::frame::{RowType, SideKind};
-use afd_common::identity::SharedExpertPlacement;
+use afd_common::frame::RowType;
 use afd_common::ids::{LayerIdx, Shard};
 use tch::{Kind, Tensor};
 
@@ -53,7 +52,7 @@ pub struct StageSpec {
     /// Which part of every layer this is.
     pub shard: Shard,
     /// One entry per decoder layer.
-    pub layers: Vec<LayerInputs>,
+    pub layers: Vec<LayerSpec>,
 }
 
 impl StageSpec {
@@ -64,21 +63,13 @@ impl StageSpec {
             // The options know no third dtype; if there were one, the model would refuse every row by name.
             activations: if about.kind() == Kind::BFloat16 { RowType::Bf16 } else { RowType::F32 },
             shard: about.shard(),
-            layers: about.specs().iter().map(LayerInputs::from).collect(),
+            layers: about.specs().to_vec(),
         }
     }
 
     /// All of a model of so many dense layers, in f32.
     pub fn dense(hidden_size: usize, num_layers: usize) -> Self {
-        let layer = LayerInputs {
-            side: SideKind::None,
-            side_columns: 0,
-            num_experts: 0,
-            experts_per_token: 0,
-            local_experts: Vec::new(),
-            shared_experts: None,
-        };
-        let layers = vec![layer; num_layers];
+        let layers = vec![LayerSpec::dense(); num_layers];
         Self { hidden_size, activations: RowType::F32, shard: Shard::WHOLE, layers }
     }
 
@@ -97,23 +88,6 @@ impl StageSpec {
     }
 }
 
-/// One layer's FFN.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerInputs {
-    /// Side tensors that must come with a hop.
-    pub side: SideKind,
-    /// Elements per row of each; 0 with [`SideKind::None`], 1 with [`SideKind::InputIds`].
-    pub side_columns: u32,
-    /// Experts of the whole layer; 0 when it is dense.
-    pub num_experts: u32,
-    /// Experts chosen per row; 0 when it is dense.
-    pub experts_per_token: u32,
-    /// Ids of the experts in this shard.
-    pub local_experts: Vec<u32>,
-    /// Which side computes its shared experts; `None` when it has none.
-    pub shared_experts: Option<SharedExpertPlacement>,
-}
-
 impl StageModel for FfnModel {
     fn spec(&self) -> StageSpec {
         StageSpec::of(self.about())
@@ -125,18 +99,5 @@ impl StageModel for FfnModel {
 
     fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {
         Some(Arc::clone(self.about().expert_counts()))
-    }
-}
-
-impl From<&LayerSpec> for LayerInputs {
-    fn from(spec: &LayerSpec) -> Self {
-        Self {
-            side: spec.side,
-            side_columns: spec.side_columns as u32,
-            num_experts: spec.num_experts as u32,
-            experts_per_token: spec.experts_per_token as u32,
-            local_experts: spec.local_experts.iter().map(|id| *id as u32).collect(),
-            shared_experts: spec.shared_experts,
-        }
     }
 }

@@ -1,10 +1,11 @@
 //! The engine over loopback links, with a model whose results are easy to tell: every element of layer `n` is multiplied
 //! by `n + 2`; an element of 666 makes the model fail, 999 makes it panic.
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use afd_common::frame::{Checksum, FrameKind, RowType, SideKind};
 use afd_common::ids::{Epoch, HopKey, LayerIdx, Shard, StepId};
+use afd_common::link::contract;
 use afd_common::link::loopback::{self, LoopbackLink};
 use afd_common::link::{InFrame, Limits, LinkError, LinkKind};
 use afd_common::telemetry::Metrics;
@@ -12,7 +13,7 @@ use afd_ffi::memory;
 use tch::{Kind, Tensor};
 
 use super::*;
-use crate::model::Side;
+use crate::model::{LayerSpec, Side};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const HIDDEN: usize = 2;
@@ -57,13 +58,12 @@ struct Bench {
 }
 
 fn bench(shard: Shard, gated: bool) -> Bench {
-    let layer = |side, side_columns| LayerInputs {
+    let layer = |side, side_columns| LayerSpec {
         side,
         side_columns,
         num_experts: 4,
         experts_per_token: 2,
-        local_experts: Vec::new(),
-        shared_experts: None,
+        ..LayerSpec::dense()
     };
     let layers = vec![layer(SideKind::None, 0), layer(SideKind::None, 0), layer(SideKind::TopK, 2)];
     let spec = StageSpec { hidden_size: HIDDEN, activations: RowType::F32, shard, layers };
@@ -141,14 +141,7 @@ impl Caller {
     }
 
     fn receive(&mut self) -> Result<InFrame, LinkError> {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let seen = self.bell.count();
-            if let Some(frame) = self.link.poll_recv()? {
-                return Ok(frame);
-            }
-            assert!(self.bell.wait(seen, Some(deadline)), "no answer");
-        }
+        contract::next(&mut self.link, &self.bell)
     }
 
     fn combine(&mut self) -> (HopKey, Vec<f32>) {

@@ -26,7 +26,8 @@ impl fmt::Debug for Elsewhere {
 impl ExpertCounts {
     pub(crate) fn new(specs: &[LayerSpec]) -> Self {
         let zeros = |spec: &LayerSpec| spec.local_experts.iter().map(|_| AtomicU64::new(0)).collect();
-        let layers = specs.iter().map(|spec| (spec.local_experts.clone(), zeros(spec))).collect();
+        let ids = |spec: &LayerSpec| spec.local_experts.iter().map(|id| *id as usize).collect();
+        let layers = specs.iter().map(|spec| (ids(spec), zeros(spec))).collect();
         Self { layers, elsewhere: OnceLock::new() }
     }
 
@@ -57,19 +58,15 @@ impl ExpertCounts {
 
 #[cfg(test)]
 mod tests {
-    use afd_common::frame::SideKind;
-
     use super::*;
 
     #[test]
     fn rows_that_a_device_counted_are_added_by_expert() {
-        let spec = |local_experts: Vec<usize>| LayerSpec {
-            side: SideKind::None,
-            side_columns: 0,
+        let spec = |local_experts| LayerSpec {
             num_experts: 4,
             experts_per_token: 2,
             local_experts,
-            shared_experts: None,
+            ..LayerSpec::dense()
         };
         let counts = ExpertCounts::new(&[spec(Vec::new()), spec(vec![1, 3])]);
         counts.add(LayerIdx(1), 1, 5);

@@ -69,14 +69,14 @@ impl Side {
 pub struct LayerSpec {
     /// Side tensors that must come with the rows.
     pub side: SideKind,
-    /// Elements per row of each side tensor; 0 with none.
-    pub side_columns: usize,
+    /// Elements per row of each side tensor; 0 with [`SideKind::None`], 1 with [`SideKind::InputIds`].
+    pub side_columns: u32,
     /// Experts of the whole layer; 0 when it is dense.
-    pub num_experts: usize,
+    pub num_experts: u32,
     /// Experts chosen per row; 0 when it is dense.
-    pub experts_per_token: usize,
+    pub experts_per_token: u32,
     /// Ids of the experts of this shard, ascending.
-    pub local_experts: Vec<usize>,
+    pub local_experts: Vec<u32>,
     /// Which side computes its shared experts; `None` when it has none.
     pub shared_experts: Option<SharedExpertPlacement>,
 }
@@ -220,7 +220,8 @@ impl FfnModel {
 }
 
 impl LayerSpec {
-    fn dense() -> Self {
+    /// A dense layer, which takes rows and nothing else.
+    pub fn dense() -> Self {
         Self {
             side: SideKind::None,
             side_columns: 0,

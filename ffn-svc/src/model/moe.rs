@@ -108,14 +108,14 @@ impl MixtureOfExperts {
         let (side, side_columns) = match (&self.router, self.selector.token_ids()) {
             (Some(_), None) => (SideKind::None, 0),
             (Some(_), Some(_)) => (SideKind::InputIds, 1),
-            (None, _) => (SideKind::TopK, self.top_k),
+            (None, _) => (SideKind::TopK, self.top_k as u32),
         };
         LayerSpec {
             side,
             side_columns,
-            num_experts: self.num_experts,
-            experts_per_token: self.top_k,
-            local_experts: self.local.ids().to_vec(),
+            num_experts: self.num_experts as u32,
+            experts_per_token: self.top_k as u32,
+            local_experts: self.local.ids().iter().map(|id| *id as u32).collect(),
             shared_experts: self.shared_experts,
         }
     }

@@ -11,7 +11,8 @@ use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::engine::{LayerInputs, StageSpec};
+use crate::engine::StageSpec;
+use crate::model::LayerSpec;
 use crate::session::sessions::Sessions;
 
 /// Unary calls that may wait for the engine at once: each holds its rows in memory.
@@ -72,7 +73,7 @@ impl LayerStageService for LayerStages {
     }
 }
 
-fn describe(spec: &StageSpec, at: usize, layer: &LayerInputs) -> v1::LayerSpec {
+fn describe(spec: &StageSpec, at: usize, layer: &LayerSpec) -> v1::LayerSpec {
     let rows = |dtype| tensor_spec("hidden_states", dtype, spec.hidden_size as u32);
     let moe = layer.num_experts > 0;
     let mut inputs = vec![rows(afd_common::identity::dtype(spec.activations))];
@@ -223,7 +224,7 @@ mod tests {
     use super::*;
 
     fn spec() -> StageSpec {
-        let layer = |side, side_columns| LayerInputs {
+        let layer = |side, side_columns| LayerSpec {
             side,
             side_columns,
             num_experts: 4,

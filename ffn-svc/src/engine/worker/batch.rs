@@ -5,11 +5,11 @@ use afd_common::routing::{Routing, balanced_ids};
 use tch::{Device, TchError, Tensor};
 
 use super::{Waiting, Worker};
+use crate::engine::StageModel;
 use crate::engine::hop_error::HopError;
 use crate::engine::staging::HopBytes;
-use crate::engine::{LayerInputs, StageModel};
 use crate::hop_queue::QueuedHop;
-use crate::model::Side;
+use crate::model::{LayerSpec, Side};
 
 impl<M: StageModel> Worker<M> {
     /// Runs `self.batch`, all of one layer, and answers every hop of it.
@@ -101,7 +101,7 @@ impl<M: StageModel> Worker<M> {
     /// The choice of `--routing balanced` for a layer that is routed here; `None` with the model's own routing.
     fn balanced(&self, layer: LayerIdx, hops: &[QueuedHop<Waiting>]) -> Result<Option<Side>, TchError> {
         let inputs = self.spec.layers.get(usize::from(layer.0));
-        let routed_here = |inputs: &&LayerInputs| inputs.num_experts > 0 && inputs.side != SideKind::TopK;
+        let routed_here = |inputs: &&LayerSpec| inputs.num_experts > 0 && inputs.side != SideKind::TopK;
         let Some(inputs) = inputs.filter(routed_here).filter(|_| self.options.routing == Routing::Balanced)
         else {
             return Ok(None);
