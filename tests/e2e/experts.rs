@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use serde_json::Value;
 use tch::Kind;
 
-use crate::pair::serves;
+use crate::pair::{serves, survives};
 use crate::start::{attention, refused};
 
 fn shards(shards: u32) -> Ffn {
@@ -63,19 +63,7 @@ async fn routed_rows_are_sent_again_to_the_replica_of_their_shard() -> anyhow::R
     let name = "tiny-deepseek-v3";
     let spec = spec(name, Ffn::Remote { shards: 2, replicas: 2 }, &["--gate", "attention"]);
     let mut deployment = Deployment::start(spec).await?;
-    let expected = fixtures::expected(name)?;
-    let prompt = &expected.prompts[0];
-    let mut stream = deployment.stream(0, &prompt.input_ids, prompt.generated_ids.len() as u32).await?;
-    let mut emitted = Vec::new();
-    while let Some(piece) = stream.message().await? {
-        emitted.extend(piece.token_ids);
-        if emitted.len() == 5 {
-            deployment.ffn[2].kill()?;
-        }
-    }
-    oracle::same(&prompt.generated_ids, &emitted)?;
-    ensure!(sum(&deployment, "afd_ffn_losses_total").await? == 1.0, "nobody was lost");
-    Ok(())
+    survives(&mut deployment, name, 2).await
 }
 
 fn write(folder: &Path, name: &str, text: &str) -> anyhow::Result<PathBuf> {
@@ -197,7 +185,7 @@ async fn a_balanced_cycle_gives_every_expert_the_same_with_the_gate_on_either_si
 
 /// A copy of tiny-deepseek-v3 whose every layer of experts chooses one, and always the same: its correction is larger than
 /// any score.
-fn of_one_expert(folder: &Path, expert: usize) -> anyhow::Result<()> {
+pub(crate) fn of_one_expert(folder: &Path, expert: usize) -> anyhow::Result<()> {
     let original = fixtures::checkpoint("tiny-deepseek-v3");
     for file in ["generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(original.join(file), folder.join(file))?;

@@ -3,7 +3,7 @@ use afd_tests::fixtures::{self, ALL};
 use afd_tests::harness::{Deployment, DeploymentSpec, Ffn};
 use afd_tests::monolith::Monolith;
 use afd_tests::oracle;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use tch::Kind;
 
 fn shards(shards: u32) -> Ffn {
@@ -22,6 +22,22 @@ pub(crate) async fn serves(deployment: &Deployment, name: &str) -> anyhow::Resul
         let answer = answer.with_context(|| format!("{name}: {}", prompt.id))?;
         oracle::same(&prompt.generated_ids, &answer).with_context(|| format!("{name}: {}", prompt.id))?;
     }
+    Ok(())
+}
+
+/// The first prompt of a fixture token for token, though the FFN rank `killed` is no more after the fifth token.
+pub(crate) async fn survives(deployment: &mut Deployment, name: &str, killed: usize) -> anyhow::Result<()> {
+    let prompt = fixtures::expected(name)?.prompts.remove(0);
+    let mut stream = deployment.stream(0, &prompt.input_ids, prompt.generated_ids.len() as u32).await?;
+    let mut emitted = Vec::new();
+    while let Some(piece) = stream.message().await? {
+        emitted.extend(piece.token_ids);
+        if emitted.len() == 5 {
+            deployment.ffn[killed].kill()?;
+        }
+    }
+    oracle::same(&prompt.generated_ids, &emitted)?;
+    ensure!(deployment.metric(0, "afd_ffn_losses_total").await? == 1.0, "nobody was lost");
     Ok(())
 }
 

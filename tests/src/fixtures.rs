@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde::Deserialize;
 
-/// All families.
+/// All families: the checkpoints that the reference computed hidden states of.
 pub const ALL: [&str; 7] = [
     "tiny-llama",
     "tiny-mixtral",
@@ -77,4 +77,18 @@ pub fn expected(name: &str) -> anyhow::Result<Expected> {
     let path = root().join("expected").join(format!("{name}.json"));
     let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
     serde_json::from_str(&text).with_context(|| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn all_families_are_those_with_hidden_states_of_the_reference() {
+        let files = std::fs::read_dir(super::root().join("expected")).unwrap();
+        let files = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+        let names: BTreeSet<_> =
+            files.filter_map(|file| Some(file.strip_suffix(".hidden.safetensors")?.to_owned())).collect();
+        assert_eq!(names, super::ALL.map(str::to_owned).into());
+    }
 }

@@ -67,14 +67,7 @@ impl Side {
 
     /// What `poll_recv` says next, waiting for the bell.
     pub(super) fn next(&mut self) -> Result<InFrame, LinkError> {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let seen = self.bell.count();
-            if let Some(frame) = self.link.poll_recv()? {
-                return Ok(frame);
-            }
-            assert!(self.bell.wait(seen, Some(deadline)), "the bell did not ring");
-        }
+        next(self.link.as_mut(), &self.bell)
     }
 
     fn dispatch(&mut self, step: u64, body: &[u8]) -> Result<(), LinkError> {
@@ -83,6 +76,21 @@ impl Side {
 
     fn answer(&mut self, hop: HopKey, body: &[u8]) -> Result<(), LinkError> {
         self.link.send(rows(FrameKind::Combine, hop, body), &[body])
+    }
+}
+
+/// What `poll_recv` of a link says next, waiting for the bell that it rings. Panics where that does not ring.
+///
+/// # Errors
+/// The link's own.
+pub fn next(link: &mut dyn HopLink, bell: &Doorbell) -> Result<InFrame, LinkError> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let seen = bell.count();
+        if let Some(frame) = link.poll_recv()? {
+            return Ok(frame);
+        }
+        assert!(bell.wait(seen, Some(deadline)), "the bell did not ring");
     }
 }
 

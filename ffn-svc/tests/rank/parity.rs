@@ -9,20 +9,11 @@ use tch::{Kind, Tensor};
 
 use crate::support::{Attention, Golden, PATIENCE, Rank, assert_close, bytes_of, options};
 
-const FIXTURES: [&str; 7] = [
-    "tiny-llama",
-    "tiny-mixtral",
-    "tiny-qwen3-moe",
-    "tiny-olmoe",
-    "tiny-deepseek-v2",
-    "tiny-deepseek-v2-group",
-    "tiny-deepseek-v3",
-];
 const LAYERS: u16 = 4;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_layer_over_every_link_and_by_unary_call_equals_the_reference() {
-    for name in FIXTURES {
+    for name in &Golden::names() {
         let (rank, golden) = (Rank::start(options(name)).await, Golden::load(name));
         let mut stages = LayerStageServiceClient::new(rank.channel().await);
         let mut links = Vec::new();

@@ -1,11 +1,12 @@
 //! A rank in this process, and an attention rank's side of the protocol towards it.
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use afd_common::frame::{FrameHeader, FrameKind, RowType, SideKind};
 use afd_common::ids::{Epoch, HopKey, Shard};
 use afd_common::link::attach::{self, AttachError};
+use afd_common::link::contract;
 use afd_common::link::grants::{LinkId, Secret, Ticket};
 use afd_common::link::{Doorbell, HopLink, InFrame, Limits, LinkError, LinkKind, features, inline};
 use afd_common::net::{Listener, client};
@@ -42,9 +43,23 @@ pub(crate) fn checkpoint(name: &str) -> PathBuf {
 /// The reference's hidden states of a checkpoint.
 pub(crate) struct Golden(Vec<(String, Tensor)>);
 
+/// What the file of a checkpoint's hidden states is called behind the checkpoint's name.
+const HIDDEN: &str = ".hidden.safetensors";
+
 impl Golden {
+    /// All checkpoints that the reference computed hidden states of: those of `afd_tests::fixtures::ALL`, whose crate cannot be
+    /// asked here because it is built on this one.
+    pub(crate) fn names() -> Vec<String> {
+        let files = std::fs::read_dir(fixtures().join("expected")).unwrap();
+        let name =
+            |file: std::fs::DirEntry| Some(file.file_name().to_str()?.strip_suffix(HIDDEN)?.to_owned());
+        let names: Vec<_> = files.filter_map(|file| name(file.unwrap())).collect();
+        assert!(!names.is_empty(), "no reference is there");
+        names
+    }
+
     pub(crate) fn load(name: &str) -> Self {
-        let path = fixtures().join(format!("expected/{name}.hidden.safetensors"));
+        let path = fixtures().join("expected").join(format!("{name}{HIDDEN}"));
         Self(Tensor::read_safetensors(path).unwrap())
     }
 
@@ -296,14 +311,7 @@ impl Link {
     }
 
     pub(crate) fn receive(&mut self) -> Result<InFrame, LinkError> {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let seen = self.bell.count();
-            if let Some(frame) = self.inner.poll_recv()? {
-                return Ok(frame);
-            }
-            assert!(self.bell.wait(seen, Some(deadline)), "no answer");
-        }
+        contract::next(self.inner.as_mut(), &self.bell)
     }
 
     /// Waits for the combine of a hop: `[rows, hidden]` f32.

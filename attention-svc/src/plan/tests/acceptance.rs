@@ -1,26 +1,15 @@
 //! Published and measured numbers. Each test prints how far every cell is off, so that `--nocapture` is the report.
 use crate::plan::calibrate::{self, Fits, LinkName, LinkPoint, Measured, StepPoint};
-use crate::plan::case::{Case, Exchange, Precision, Workload};
+use crate::plan::case::{Case, Exchange};
 use crate::plan::config_reader;
 use crate::plan::evaluate::Evaluator;
 use crate::plan::formulas::routing;
 use crate::plan::layout::Layout;
 use crate::plan::outcome::{Bound, Outcome};
-use crate::plan::profile::Profile;
 use crate::plan::search::{self, Limits};
 use crate::plan::shape::ElementType;
+use crate::plan::tests::case;
 use crate::plan::verdict::{self, Answer};
-
-fn case(model: &str, hardware: &str, context: u64) -> Case {
-    let shape = config_reader::load(model).unwrap();
-    let precision = Precision::of(&shape);
-    Case {
-        shape,
-        profile: Profile::load(hardware).unwrap(),
-        precision,
-        workload: Workload::decoding(context),
-    }
-}
 
 /// PLANNER.md section 11 (after arXiv 2602.09721): HFU_max in percent with FP8 in, BF16 out, 1979 TFLOP/s and 50 GB/s.
 #[test]

@@ -2,7 +2,7 @@
 use afd_common::identity::SharedExpertPlacement;
 use proptest::prelude::*;
 
-use crate::plan::case::{Case, Exchange, Precision, Workload};
+use crate::plan::case::{Case, Exchange};
 use crate::plan::config_reader;
 use crate::plan::evaluate::{Evaluator, experts_of_rank};
 use crate::plan::layout::Layout;
@@ -10,17 +10,7 @@ use crate::plan::profile::Profile;
 use crate::plan::report::{self, Plan, Request};
 use crate::plan::search::{self, LimitError, Limits};
 use crate::plan::sweep::{self, WhatIf};
-
-fn case(model: &str, hardware: &str, context: u64) -> Case {
-    let shape = config_reader::load(model).unwrap();
-    let precision = Precision::of(&shape);
-    Case {
-        shape,
-        profile: Profile::load(hardware).unwrap(),
-        precision,
-        workload: Workload::decoding(context),
-    }
-}
+use crate::plan::tests::case;
 
 fn limits(max_devices: u32, tpot_ms: f64) -> Limits {
     Limits { max_devices, tpot_ms, concurrency: None, max_stages: 4 }
