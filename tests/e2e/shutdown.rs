@@ -6,6 +6,7 @@ use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, Process};
 use anyhow::ensure;
 use tonic::Code;
 
+use crate::experts::of_one_expert;
 use crate::story::{self, MODEL, NUM_TOKENS};
 
 /// For what ought to take a moment.
@@ -59,6 +60,101 @@ async fn an_answer_under_way_is_finished_when_attention_is_terminated() -> anyho
     .await?;
     ends_well(ending.expect("it was told in mid-stream"), LIMIT).await?;
     terminated(deployment.ffn.remove(0), LIMIT).await
+}
+
+/// With the gate on attention no row of the layers of experts goes to the first shard: it takes part in the dense layer and waits
+/// for a last one that never comes.
+#[tokio::test]
+async fn an_idle_ffn_rank_ends_at_once_though_the_last_layers_of_every_step_passed_it_by()
+-> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    // Of 16, so the second shard's.
+    of_one_expert(folder.path(), 12)?;
+    let gate = ["--gate", "attention"];
+    let spec = DeploymentSpec::new(folder.path().to_owned(), Ffn::Remote { shards: 2, replicas: 1 });
+    let spec = spec.attention_args(&gate).ffn_args(&gate).ffn_args(&["--drain-timeout", "10min"]);
+    let mut deployment = Deployment::start(spec).await?;
+    let rows = async |shard: u32| {
+        deployment.metric(0, &format!("afd_hop_shard_rows_total{{shard=\"{shard}\"}}")).await
+    };
+    let warm_up = [rows(0).await?, rows(1).await?];
+    // Ends with a step that no later one was foreseen behind: nothing of that is withdrawn either.
+    ensure!(deployment.greedy(0, &[5, 6, 7], 20).await?.len() == 20);
+    ensure!(deployment.greedy(0, &[5, 6, 7], 1).await?.len() == 1);
+    let (passed_by, served) = (rows(0).await? - warm_up[0], rows(1).await? - warm_up[1]);
+    ensure!(passed_by > 0.0 && served == 4.0 * passed_by, "rows of one layer in four: {passed_by}, {served}");
+    for ffn in [deployment.ffn.remove(0), deployment.ffn.remove(0)] {
+        terminated(ffn, LIMIT).await?;
+    }
+    terminated(deployment.attention.remove(0), LIMIT).await
+}
+
+/// Hops that an FFN rank has served.
+async fn hops(deployment: &Deployment, rank: usize) -> anyhow::Result<f64> {
+    deployment.ffn_metric(rank, "afd_ffn_hops_total").await
+}
+
+/// Asks for one token, which takes one step of four layers, and calls `happens` with the FFN rank that was the first of two to
+/// serve a hop of it. Returns that rank, and how the answer ended where it did not end well.
+async fn in_the_middle_of_a_step(
+    deployment: &mut Deployment,
+    happens: impl AsyncFnOnce(&mut Deployment, usize) -> anyhow::Result<()>,
+) -> anyhow::Result<(usize, Option<Code>)> {
+    let before = [hops(deployment, 0).await?, hops(deployment, 1).await?];
+    let mut stream = deployment.stream(0, &[5, 6, 7], 1).await?;
+    let deadline = Instant::now() + LIMIT;
+    let first = loop {
+        ensure!(Instant::now() < deadline, "nobody serves a hop");
+        if hops(deployment, 0).await? > before[0] {
+            break 0;
+        }
+        if hops(deployment, 1).await? > before[1] {
+            break 1;
+        }
+    };
+    happens(deployment, first).await?;
+    loop {
+        match stream.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => return Ok((first, None)),
+            Err(status) => return Ok((first, Some(status.code()))),
+        }
+    }
+}
+
+/// The step that was given up is over for those that are still there, though they never had its last layer.
+#[tokio::test]
+async fn an_idle_ffn_rank_ends_at_once_though_the_last_step_was_given_up() -> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 2, replicas: 1 })
+        .attention_args(&["--ffn-loss-timeout", "300ms"])
+        .ffn_args(&["--drain-timeout", "10min", "--inject-delay", "150ms"]);
+    let mut deployment = Deployment::start(spec).await?;
+    let kill_other = async |deployment: &mut Deployment, rank: usize| deployment.ffn[1 - rank].kill();
+    let (rank, ended) = in_the_middle_of_a_step(&mut deployment, kill_other).await?;
+    ensure!(ended == Some(Code::Unavailable), "the other shard was not missed: {ended:?}");
+    terminated(deployment.ffn.remove(rank), LIMIT).await
+}
+
+/// The replica has the rest of the step, and the rank that leaves hears of no later one.
+#[tokio::test]
+async fn an_idle_ffn_rank_ends_at_once_though_a_replica_took_over_in_the_middle_of_the_last_step()
+-> anyhow::Result<()> {
+    let spec = DeploymentSpec::new(fixtures::checkpoint(MODEL), Ffn::Remote { shards: 1, replicas: 2 })
+        .ffn_args(&["--drain-timeout", "10min", "--inject-delay", "150ms"]);
+    let mut deployment = Deployment::start(spec).await?;
+    deployment.wait_in_use(0, 2, LIMIT).await?;
+    let deadline = Instant::now() + LIMIT;
+    while deployment.metric(0, "afd_ffn_cold").await? > 0.0 {
+        ensure!(Instant::now() < deadline, "the replica does not become warm");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let before = [hops(&deployment, 0).await?, hops(&deployment, 1).await?];
+    let drain = async |deployment: &mut Deployment, rank: usize| deployment.ffn[rank].signal("TERM");
+    let (rank, ended) = in_the_middle_of_a_step(&mut deployment, drain).await?;
+    ensure!(ended.is_none(), "the answer ended with {ended:?}");
+    let taken_over = hops(&deployment, 1 - rank).await? - before[1 - rank];
+    ensure!((1.0..4.0).contains(&taken_over), "the replica had {taken_over} of four layers");
+    ends_well(deployment.ffn.remove(rank), LIMIT).await
 }
 
 /// Said in the log before `limit`.

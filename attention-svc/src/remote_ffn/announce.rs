@@ -4,6 +4,10 @@
 //!
 //! Every edge hears every plan once: a rank ends the session of who repeats itself. Losing a plan costs its deadline and its
 //! trace and nothing else: the hop runs without it and is counted.
+//!
+//! A rank knows by itself that a step is over once it has served the last layer of every planned stage. One that had a part of the
+//! step and not that is told: the last layers had no row for its shard, another rank has taken the shard over, or the step was
+//! given up. Otherwise it would take the step for one under way until the next one comes, and not end before.
 use afd_common::proto::v1;
 use v1::steps_request::Message;
 
@@ -20,10 +24,21 @@ pub struct Announcements {
     ahead: Option<Announced>,
 }
 
-/// A step's plan, and the edges that have heard it.
+/// A step's plan, and the edges that were told it.
 struct Announced {
     plan: v1::StepPlan,
-    to: Vec<EdgeId>,
+    to: Vec<Told>,
+}
+
+/// What an edge knows of a step.
+struct Told {
+    edge: EdgeId,
+    /// The plan is on its way; otherwise there was no room for it.
+    has_plan: bool,
+    /// Some hop was sent to it.
+    has_hops: bool,
+    /// Stages whose last layer it has answered.
+    stages_served: usize,
 }
 
 impl Announcements {
@@ -52,15 +67,21 @@ impl Announcements {
                 Announced { plan, to: Vec::new() }
             }
         };
-        self.current = Some(announced);
-        edges.for_each(|edge| self.tell(edge, stats));
+        let announced = self.current.insert(announced);
+        edges.for_each(|edge| _ = announced.tell(edge, stats));
     }
 
-    /// Tells an edge of the present step, unless it knows: one that joined since and gets a hop.
-    pub fn tell(&mut self, edge: &Edge, stats: &FfnStats) {
+    /// A hop of the present step was sent to an edge. Tells it of the step, unless it knows: one that joined since.
+    pub fn handle_sent(&mut self, edge: &Edge, stats: &FfnStats) {
         if let Some(announced) = &mut self.current {
-            announced.tell(edge, stats);
+            announced.tell(edge, stats).has_hops = true;
         }
+    }
+
+    /// An edge has served the last layer of a stage of the present step.
+    pub fn handle_served(&mut self, edge: EdgeId) {
+        let told = self.current.iter_mut().flat_map(|announced| &mut announced.to);
+        told.filter(|told| told.edge == edge).for_each(|told| told.stages_served += 1);
     }
 
     /// Tells all edges of the step after the present one.
@@ -71,45 +92,63 @@ impl Announcements {
         stats: &FfnStats,
     ) {
         let mut ahead = Announced { plan: step_plan(outline), to: Vec::new() };
-        edges.for_each(|edge| ahead.tell(edge, stats));
+        edges.for_each(|edge| _ = ahead.tell(edge, stats));
         self.ahead = Some(ahead);
     }
 
     /// The step that was told ahead does not come. Whether there was one.
     pub fn withdraw<'a>(&mut self, edges: impl Iterator<Item = &'a Edge>, stats: &FfnStats) -> bool {
-        let Some(Announced { plan, to }) = self.ahead.take() else { return false };
-        for edge in edges.filter(|edge| to.contains(&edge.id)) {
-            say(edge, Message::Cancel(v1::CancelStep { step_id: plan.step_id }), stats);
-        }
+        let Some(ahead) = self.ahead.take() else { return false };
+        ahead.tell_over(edges, stats, |told| told.has_plan);
         true
     }
 
-    /// The present step is over. Where some hop of it had no row for some shard, the ranks are told that nothing more comes:
-    /// they would wait for its last layer.
-    pub fn end<'a>(&mut self, has_skipped: bool, edges: impl Iterator<Item = &'a Edge>, stats: &FfnStats) {
-        let Some(Announced { plan, to }) = self.current.take().filter(|_| has_skipped) else { return };
-        for edge in edges.filter(|edge| to.contains(&edge.id)) {
-            say(edge, Message::Cancel(v1::CancelStep { step_id: plan.step_id }), stats);
-        }
+    /// The present step is over.
+    pub fn end<'a>(&mut self, edges: impl Iterator<Item = &'a Edge>, stats: &FfnStats) {
+        let Some(step) = self.current.take() else { return };
+        let num_stages = step.plan.padded_tokens.len();
+        let knows = |told: &Told| told.has_plan && told.stages_served >= num_stages;
+        step.tell_over(edges, stats, |told| told.has_hops && !knows(told));
     }
 }
 
 impl Announced {
-    fn tell(&mut self, edge: &Edge, stats: &FfnStats) {
-        if !self.to.contains(&edge.id) {
-            self.to.push(edge.id);
-            say(edge, Message::Plan(self.plan.clone()), stats);
+    /// What an edge knows, once it was told of the step.
+    fn tell(&mut self, edge: &Edge, stats: &FfnStats) -> &mut Told {
+        let at = self.to.iter().position(|told| told.edge == edge.id).unwrap_or_else(|| {
+            let has_plan = say(edge, Message::Plan(self.plan.clone()), stats);
+            self.to.push(Told { edge: edge.id, has_plan, has_hops: false, stages_served: 0 });
+            self.to.len() - 1
+        });
+        &mut self.to[at]
+    }
+
+    /// Tells some of its edges that nothing of the step comes from here on.
+    fn tell_over<'a>(
+        &self,
+        edges: impl Iterator<Item = &'a Edge>,
+        stats: &FfnStats,
+        is_to_know: impl Fn(&Told) -> bool,
+    ) {
+        let is_to_know = |edge: &&Edge| self.to.iter().any(|told| told.edge == edge.id && is_to_know(told));
+        for edge in edges.filter(is_to_know) {
+            say_over(edge, self.plan.step_id, stats);
         }
     }
 }
 
-/// Hands a message to an edge's control task, or counts it as dropped.
-pub(super) fn say(edge: &Edge, message: Message, stats: &FfnStats) {
-    if let Some(control) = &edge.control
-        && control.plans.try_send(message).is_err()
-    {
+/// Hands a message to an edge's control task, or counts it as dropped. Whether it was handed over.
+pub(super) fn say(edge: &Edge, message: Message, stats: &FfnStats) -> bool {
+    let is_said = edge.control.as_ref().is_none_or(|control| control.plans.try_send(message).is_ok());
+    if !is_said {
         stats.handle_plan_dropped();
     }
+    is_said
+}
+
+/// Says to an edge that nothing of a step comes from here on.
+pub(super) fn say_over(edge: &Edge, step_id: u64, stats: &FfnStats) {
+    say(edge, Message::Cancel(v1::CancelStep { step_id }), stats);
 }
 
 /// What is said of a step the first time.
@@ -202,23 +241,42 @@ mod tests {
         let (mut said, edges) = (Announcements::default(), [edge]);
         said.begin(&outline(1, 4), edges.iter(), &stats);
         said.tell_ahead(&outline(2, 4), edges.iter(), &stats);
-        said.end(false, edges.iter(), &stats);
+        said.end(edges.iter(), &stats);
         said.begin(&outline(2, 4), edges.iter(), &stats);
-        said.tell(&edges[0], &stats);
+        said.handle_sent(&edges[0], &stats);
         assert_eq!(heard(&mut receiver), ["1.0", "2.0"]);
     }
 
     #[test]
-    fn where_hops_had_no_row_for_a_shard_the_end_of_a_step_is_told() {
+    fn whoever_had_a_part_of_a_step_and_not_its_end_is_told_that_it_is_over() {
         let ((edge, mut receiver), stats) = (edge(1), FfnStats::default());
         let (mut said, edges) = (Announcements::default(), [edge]);
+        for (step, num_hops, stages_served) in [(1, 0, 0), (2, 1, 0), (3, 2, 1), (4, 2, 2)] {
+            let stage_rows = vec![4, 4];
+            said.begin(&StepOutline { stage_rows, ..outline(step, 0) }, edges.iter(), &stats);
+            (0..num_hops).for_each(|_| said.handle_sent(&edges[0], &stats));
+            (0..stages_served).for_each(|_| said.handle_served(edges[0].id));
+            said.handle_served(EdgeId(2));
+            said.end(edges.iter(), &stats);
+            said.end(edges.iter(), &stats);
+        }
+        assert_eq!(heard(&mut receiver), ["1.0", "2.0", "-2", "3.0", "-3", "4.0"]);
+    }
+
+    #[test]
+    fn whoever_missed_the_plan_is_told_of_the_end_and_of_no_withdrawal() {
+        let ((edge, mut receiver), stats) = (edge(1), FfnStats::default());
+        let (mut said, edges) = (Announcements::default(), [edge]);
+        let fill = || while say(&edges[0], Message::Heartbeat(v1::Heartbeat::default()), &stats) {};
+        fill();
         said.begin(&outline(1, 4), edges.iter(), &stats);
         said.tell_ahead(&outline(2, 4), edges.iter(), &stats);
-        said.end(true, edges.iter(), &stats);
-        said.begin(&outline(2, 4), edges.iter(), &stats);
-        said.end(false, edges.iter(), &stats);
-        said.end(true, edges.iter(), &stats);
-        assert_eq!(heard(&mut receiver), ["1.0", "2.0", "-1"]);
+        assert!(heard(&mut receiver).iter().all(|message| message == "beat"));
+        said.handle_sent(&edges[0], &stats);
+        said.handle_served(edges[0].id);
+        said.end(edges.iter(), &stats);
+        said.withdraw(edges.iter(), &stats);
+        assert_eq!(heard(&mut receiver), ["-1"]);
     }
 
     #[test]

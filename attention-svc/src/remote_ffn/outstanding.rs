@@ -36,17 +36,13 @@ pub struct Outstanding {
     kept: Vec<Kept>,
     rejected: Option<FfnLoss>,
     current: StepId,
-    /// Some shard had no row of some hop of the step.
-    has_skipped: bool,
 }
 
 impl Outstanding {
     /// Opens a hop and keeps its rows.
     pub fn keep(&mut self, kept: Kept, num_shards: usize) {
         self.current = kept.key.step;
-        let shares = (0..num_shards).map(|shard| kept.share(shard).is_any());
-        self.has_skipped |= shares.clone().any(|is_any| !is_any);
-        self.table.handle_open(kept.key, shares);
+        self.table.handle_open(kept.key, (0..num_shards).map(|shard| kept.share(shard).is_any()));
         self.kept.push(kept);
     }
 
@@ -130,11 +126,5 @@ impl Outstanding {
         self.table.clear();
         self.kept.clear();
         self.rejected = None;
-        self.has_skipped = false;
-    }
-
-    /// Whether some shard had no row of some hop since the last [`clear`](Self::clear).
-    pub fn has_skipped(&self) -> bool {
-        self.has_skipped
     }
 }

@@ -13,7 +13,7 @@ use afd_common::link::InFrame;
 use afd_common::proto::v1;
 use v1::steps_request::Message;
 
-use super::announce::{say, step_plan};
+use super::announce::{say, say_over, step_plan};
 use super::edge::Edge;
 use super::kept::Kept;
 use super::outstanding::{Refusal, refusal};
@@ -167,6 +167,7 @@ impl Script {
         }
         if warm_up.needed.is_some() {
             edge.warm_up = None;
+            say_over(edge, hop.step.0, wire.stats);
             return Ok(());
         }
         warm_up.step += 1;

@@ -74,6 +74,8 @@ pub struct StepAccount {
     pub hops: Vec<HopTimes>,
     plan: Option<Planned>,
     last_layer_hops: u32,
+    /// Not served yet.
+    hops_begun: u32,
 }
 
 /// What an accepted plan says about the account of its step.
@@ -115,8 +117,8 @@ struct Book {
     open: VecDeque<StepAccount>,
     finished: VecDeque<StepAccount>,
     last_begun: Option<HopKey>,
-    /// The last step of which nothing more is to come.
-    withdrawn: Option<StepId>,
+    /// The last step that is over, as are those before it.
+    over: Option<StepId>,
     /// Times of steps that ended without a plan, oldest first.
     unclaimed: VecDeque<(StepId, Vec<HopTimes>)>,
     traced: VecDeque<TracedStep>,
@@ -193,42 +195,27 @@ impl StepAccounts {
             let hops = std::mem::take(&mut account.hops);
             book.recycle(hops);
         }
-        self.close_finished(&mut book, step);
+        self.close_served(&mut book, step);
     }
 
-    /// A plan was withdrawn, or nothing more comes of a step: what has come of it is all.
+    /// A plan was withdrawn, or nothing more comes of a step: what has come of it, and of those before it, is all.
     pub fn handle_cancel(&self, step: StepId) {
         let mut book = self.lock();
-        // A hop whose answer the attention rank has may not be on the account yet.
-        book.withdrawn = Some(step);
-        if let Some(at) = book.open.iter().position(|account| account.step == step)
-            && let Some(account) = book.open.remove(at).filter(|account| account.num_hops > 0)
-        {
-            book.finish(account);
-            self.finished.notify_one();
-        }
+        // Hops of it may still be on their way.
+        book.over = book.over.max(Some(step));
+        self.close_over(&mut book);
     }
 
     /// A hop is about to be computed. Ends every earlier step. Whether there was a plan for it.
     pub fn handle_begin(&self, key: HopKey) -> bool {
         let mut book = self.lock();
         book.last_begun = Some(key);
-        let mut any = false;
-        while book.open.front().is_some_and(|account| account.step < key.step) {
-            // A step of which nothing came was withdrawn, or superseded; it is nobody's business any more.
-            if let Some(account) = book.open.pop_front().filter(|account| account.num_hops > 0) {
-                book.finish(account);
-                any = true;
-            }
-        }
+        book.over = book.over.max(key.step.0.checked_sub(1).map(StepId));
+        self.close_over(&mut book);
         let account = book.account(key.step);
         account.last_layer = key.layer;
-        let planned = account.plan.is_some();
-        drop(book);
-        if any {
-            self.finished.notify_one();
-        }
-        planned
+        account.hops_begun += 1;
+        account.plan.is_some()
     }
 
     /// A hop was served.
@@ -237,6 +224,7 @@ impl StepAccounts {
         let mut spare = std::mem::take(&mut book.spare);
         let account = book.account(times.key.step);
         account.num_hops += 1;
+        account.hops_begun = account.hops_begun.saturating_sub(1);
         account.num_rows += u64::from(times.rows);
         account.queue_us += times.started_us.saturating_sub(times.arrived_us);
         account.compute_us += times.finished_us.saturating_sub(times.started_us);
@@ -250,7 +238,7 @@ impl StepAccounts {
         }
         account.last_layer_hops += u32::from(times.key.layer.0 + 1 == self.num_layers);
         book.spare = spare;
-        self.close_finished(&mut book, times.key.step);
+        self.close_served(&mut book, times.key.step);
     }
 
     /// A hop failed. The first failure of a step is kept.
@@ -258,7 +246,9 @@ impl StepAccounts {
         let mut book = self.lock();
         let account = book.account(step);
         account.num_hops += 1;
+        account.hops_begun = account.hops_begun.saturating_sub(1);
         account.error.get_or_insert_with(|| (code, message.to_owned()));
+        self.close_over(&mut book);
     }
 
     /// A step ended before its last hop: nothing more comes of it, and it is reported at once.
@@ -294,17 +284,28 @@ impl StepAccounts {
         self.finished.notified().await;
     }
 
-    fn close_finished(&self, book: &mut Book, step: StepId) {
-        let is_withdrawn = book.withdrawn == Some(step);
-        let over = |account: &StepAccount| {
-            let is_served = account.plan.is_some_and(|plan| account.last_layer_hops >= plan.stages);
-            account.step == step && (is_served || is_withdrawn)
+    /// Ends a step that has been served.
+    fn close_served(&self, book: &mut Book, step: StepId) {
+        let is_served = |account: &StepAccount| {
+            account.step == step && account.plan.is_some_and(|plan| account.last_layer_hops >= plan.stages)
         };
-        if let Some(at) = book.open.iter().position(over)
-            && let Some(account) = book.open.remove(at)
-        {
-            book.finish(account);
-            self.finished.notify_one();
+        if book.open.iter().any(is_served) {
+            book.over = book.over.max(Some(step));
+        }
+        self.close_over(book);
+    }
+
+    /// Ends the steps that are over, but for those of which a hop has begun and is not on the account yet: the attention rank may
+    /// have its answer already.
+    fn close_over(&self, book: &mut Book) {
+        let mut at = 0;
+        while let Some(account) = book.open.get(at).filter(|account| Some(account.step) <= book.over) {
+            if account.hops_begun > 0 {
+                at += 1;
+            } else if let Some(account) = book.open.remove(at).filter(|account| account.num_hops > 0) {
+                book.finish(account);
+                self.finished.notify_one();
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! Rows go out and partial sums come back; what an edge owes for too long, it has lost.
 use std::time::{Duration, Instant};
 
+use afd_common::frame::FrameKind;
 use afd_common::link::LinkError;
 use afd_common::spelling::{count, span};
 
@@ -41,7 +42,7 @@ impl RemoteFfn {
                 Ok(()) => {
                     let num_rows = kept.num_rows_of(part.shard);
                     self.stats.handle_sent(part.shard, num_rows);
-                    self.announced.tell(edge, &self.stats);
+                    self.announced.handle_sent(edge, &self.stats);
                     let id = edge.id;
                     self.recorder.handle_sent(part.key, part.shard, num_rows, edge, part.sends);
                     self.hops.table.handle_sent(part.key, part.shard, id, now_us);
@@ -72,6 +73,7 @@ impl RemoteFfn {
     fn poll_until_loss(&mut self) -> Option<(EdgeId, String)> {
         let now = self.clock.now();
         let now_us = (now - self.started).as_micros() as u64;
+        let num_layers = self.settings.model.num_layers();
         let wire = &mut Wire::new(&self.settings, &mut self.gathered, &self.stats, now);
         for edge in self.edges.iter_mut() {
             loop {
@@ -88,6 +90,10 @@ impl RemoteFfn {
                         match self.hops.handle_frame(edge, &frame, self.settings.hidden_size) {
                             Ok(arrival) => {
                                 if arrival == Arrival::Accepted {
+                                    let is_last = usize::from(hop.layer.0) + 1 == num_layers;
+                                    if is_last && frame.header.kind == FrameKind::Combine {
+                                        self.announced.handle_served(edge.id);
+                                    }
                                     self.recorder.handle_arrival(hop, shard);
                                     observe(edge, sent_us, now_us);
                                     // Whatever waits behind it has its whole time from here on.

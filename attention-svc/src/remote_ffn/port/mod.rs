@@ -217,7 +217,7 @@ impl FfnPort for RemoteFfn {
     }
 
     fn end_step(&mut self, _step: StepId) {
-        self.announced.end(self.hops.has_skipped(), self.edges.warm(), &self.stats);
+        self.announced.end(self.edges.iter(), &self.stats);
         self.hops.clear();
         self.is_warming = false;
         self.edges.set_warming(false);

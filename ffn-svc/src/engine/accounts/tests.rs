@@ -13,7 +13,12 @@ fn plan(stages: u32) -> Planned {
 fn serve(accounts: &StepAccounts, step: u64, layer: u16, stage: u8) -> bool {
     let key = FrameHeader::key(step, layer, stage);
     let planned = accounts.handle_begin(key);
-    let times = HopTimes {
+    accounts.handle_served(&times(key));
+    planned
+}
+
+fn times(key: HopKey) -> HopTimes {
+    HopTimes {
         key,
         rows: 3,
         batch_rows: 3,
@@ -23,9 +28,7 @@ fn serve(accounts: &StepAccounts, step: u64, layer: u16, stage: u8) -> bool {
         started_us: 15,
         finished_us: 35,
         sent_us: 36,
-    };
-    accounts.handle_served(&times);
-    planned
+    }
 }
 
 #[test]
@@ -115,8 +118,8 @@ fn withdrawn_and_forgotten_steps_leave_nothing() {
         accounts.handle_plan(StepId(step), plan(1));
     }
     assert_eq!(accounts.lock().open.len(), MAX_OPEN);
-    accounts.handle_cancel(StepId(99));
-    assert_eq!(accounts.lock().open.len(), MAX_OPEN - 1);
+    accounts.handle_cancel(StepId(97));
+    assert_eq!(accounts.lock().open.len(), 2);
     serve(&accounts, 200, 0, 0);
     assert_eq!(accounts.take_finished(), None, "steps of which nothing came are not reported");
     assert_eq!(accounts.lock().open.len(), 1);
@@ -137,12 +140,38 @@ fn a_step_whose_last_layers_go_elsewhere_is_over_when_that_is_said() {
     assert_eq!(accounts.take_finished().map(|account| account.num_hops), Some(1));
     // Said before the last hop was on the account.
     accounts.handle_plan(StepId(2), plan(1));
-    accounts.handle_cancel(StepId(2));
     serve(&accounts, 2, 0, 0);
+    accounts.handle_begin(FrameHeader::key(2, 1, 0));
+    accounts.handle_cancel(StepId(2));
+    assert_eq!(accounts.take_finished(), None, "a hop of it is still computed");
+    accounts.handle_served(&times(FrameHeader::key(2, 1, 0)));
     assert!(!accounts.under_way());
-    assert_eq!(accounts.take_finished().map(|account| account.num_hops), Some(1));
+    assert_eq!(accounts.take_finished().map(|account| account.num_hops), Some(2));
     serve(&accounts, 3, 0, 0);
     assert!(accounts.under_way(), "another step is not");
+    // Steps that were given up, whose hops were still on their way when that was said.
+    accounts.handle_cancel(StepId(5));
+    assert!(!accounts.under_way());
+    serve(&accounts, 4, 0, 0);
+    accounts.handle_begin(FrameHeader::key(5, 0, 0));
+    accounts.handle_failed(StepId(5), 3, "bad rows");
+    assert!(!accounts.under_way());
+    let over = std::iter::from_fn(|| accounts.take_finished()).map(|account| account.step.0);
+    assert_eq!(over.collect::<Vec<_>>(), [3, 4, 5]);
+}
+
+#[test]
+fn what_comes_of_a_step_that_is_over_does_not_begin_it_again() {
+    let accounts = StepAccounts::new(LAYERS, false);
+    accounts.handle_plan(StepId(1), plan(1));
+    serve(&accounts, 1, 0, 0);
+    serve(&accounts, 1, 1, 0);
+    // A hop that is there twice is refused the second time.
+    accounts.handle_failed(StepId(1), 6, "served already");
+    assert!(!accounts.under_way());
+    accounts.handle_plan(StepId(1), plan(1));
+    let over = std::iter::from_fn(|| accounts.take_finished()).map(|account| account.num_hops);
+    assert_eq!((over.collect::<Vec<_>>(), accounts.lock().open.len()), (vec![2, 1], 0));
 }
 
 #[test]
