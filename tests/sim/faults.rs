@@ -14,6 +14,15 @@ pub(crate) struct Faults {
     pub(crate) stale: u64,
     /// What happens to whole ranks and links, and when.
     pub(crate) mishaps: Vec<(u64, Mishap)>,
+    pub(crate) death: Option<Death>,
+}
+
+/// The attention rank is killed in the middle of a step, and starts again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Death {
+    pub(crate) calls_left: u32,
+    /// Its host is gone with it: nobody hears that its connections have ended.
+    pub(crate) is_silent: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +41,14 @@ pub(crate) enum Mishap {
 
 impl Faults {
     pub(crate) fn none() -> Self {
-        Self { drop: 0, duplicate: 0, delay: 0, corrupt: 0, truncate: 0, stale: 0, mishaps: Vec::new() }
+        let (mishaps, death) = (Vec::new(), None);
+        Self { drop: 0, duplicate: 0, delay: 0, corrupt: 0, truncate: 0, stale: 0, mishaps, death }
+    }
+
+    pub(crate) fn are_none(&self) -> bool {
+        let Self { drop, duplicate, delay, corrupt, truncate, stale, mishaps, death } = self;
+        let often = drop + duplicate + delay + corrupt + truncate + stale;
+        often == 0 && mishaps.is_empty() && death.is_none()
     }
 
     /// For `num_ranks` ranks and about `span_us` of work. A run has some kinds of fault and is spared others: where all
@@ -46,7 +62,7 @@ impl Faults {
             corrupt: often(),
             truncate: often(),
             stale: often(),
-            mishaps: Vec::new(),
+            ..Self::none()
         };
         for _ in 0..dice.pick(&[0, 1, 1, 2, 4]) {
             let rank = dice.index(num_ranks);
@@ -55,7 +71,10 @@ impl Faults {
                 0 | 1 => Mishap::Crash { rank, down_us: for_us },
                 2 => Mishap::Stop { rank, for_us },
                 3 => Mishap::Cut { rank },
-                4 => Mishap::Drain { rank, grace_us: dice.between(100, 20_000), down_us: for_us },
+                4 => {
+                    let grace_us = dice.pick(&[100, 2_000, 20_000, 2_000_000]);
+                    Mishap::Drain { rank, grace_us, down_us: for_us }
+                }
                 _ => {
                     let way = dice.index(3);
                     Mishap::Partition { rank, to_ffn: way != 0, to_attention: way != 1, for_us }
@@ -63,6 +82,8 @@ impl Faults {
             };
             faults.mishaps.push((dice.between(0, span_us), mishap));
         }
+        let death = Death { calls_left: dice.between(0, 60) as u32, is_silent: dice.chance(500) };
+        faults.death = dice.chance(200).then_some(death);
         faults
     }
 }

@@ -150,6 +150,11 @@ impl Process {
         self.sessions.get(&tag)?.accounts.last_begun()
     }
 
+    /// Whether a session takes a step for one that has begun and not ended.
+    pub(crate) fn is_under_way(&self, tag: u64) -> bool {
+        self.sessions.get(&tag).is_some_and(|session| session.accounts.under_way())
+    }
+
     /// Ends the sessions whose lease is over.
     pub(crate) fn expire(&mut self, now: Instant) {
         let over = self.sessions.iter().filter(|(_, session)| {

@@ -1,5 +1,5 @@
 //! Links between the attention rank and FFN processes, and the adversary that sits on them.
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use afd_common::frame::{BodySum, Checksum, FrameHeader, FrameKind, FrameLimits, HEADER_BYTES, body_sum};
 use afd_common::ids::{Epoch, HopKey, Shard, StepId};
@@ -23,9 +23,22 @@ pub(crate) struct Link {
     pub(crate) ffn: BareWire,
     /// The FFN process behind it is gone: what its end says is said by nobody.
     pub(crate) is_orphan: bool,
+    /// The same of the attention rank.
+    pub(crate) is_forsaken: bool,
 }
 
 impl Link {
+    pub(crate) fn new(rank: usize, shard: Option<Shard>, attention: BareWire, ffn: BareWire) -> Self {
+        Self { rank, shard, attention, ffn, is_orphan: false, is_forsaken: false }
+    }
+
+    fn is_dead(&self, to: To) -> bool {
+        match to {
+            To::Ffn => self.is_forsaken,
+            To::Attention => self.is_orphan,
+        }
+    }
+
     pub(crate) fn wire(&self, to: To) -> &BareWire {
         match to {
             To::Ffn => &self.ffn,
@@ -52,6 +65,10 @@ pub(crate) struct Network {
     pub(crate) num_harmed: u64,
     /// How often the attention rank sent each shard its part of a hop.
     sends: HashMap<(HopKey, u32), u8>,
+    most_sends: u8,
+    /// What was answered on which link.
+    answered: HashSet<(usize, HopKey)>,
+    pub(crate) answered_twice: Option<(usize, HopKey)>,
 }
 
 impl Network {
@@ -63,18 +80,22 @@ impl Network {
             last_arrival_us: HashMap::new(),
             num_harmed: 0,
             sends: HashMap::new(),
+            most_sends: 0,
+            answered: HashSet::new(),
+            answered_twice: None,
         }
     }
 
-    /// The most that one shard was sent its part of one hop of the steps behind `warm_up`: its own are run again by every
-    /// rank that joins.
-    pub(crate) fn most_sends(&self, warm_up: StepId) -> u8 {
-        self.sends
-            .iter()
-            .filter(|((hop, _), _)| hop.step > warm_up)
-            .map(|(_, sends)| *sends)
-            .max()
-            .unwrap_or(0)
+    /// The attention rank is gone, with all that it counted its steps by. Those up to `warm_up` are run again by every rank that
+    /// joins.
+    pub(crate) fn end_life(&mut self, warm_up: StepId) {
+        let sends = self.sends.drain().filter(|((hop, _), _)| hop.step > warm_up).map(|(_, sends)| sends);
+        self.most_sends = sends.fold(self.most_sends, u8::max);
+    }
+
+    /// The most that one shard was sent its part of one hop.
+    pub(crate) fn most_sends(&self) -> u8 {
+        self.most_sends
     }
 
     /// Takes what the ends have sent. `is_cut` says whether a direction of a rank is cut now.
@@ -91,12 +112,20 @@ impl Network {
                     let link = &self.links[at];
                     let from = if to == To::Ffn { &link.attention } else { &link.ffn };
                     let Some(bytes) = from.take_sent() else { break };
-                    if to == To::Ffn
-                        && let (Some(shard), Some(header)) = (link.shard, header_of(&bytes))
-                    {
-                        *self.sends.entry((header.hop, shard.index())).or_default() += 1;
+                    if link.is_dead(to) {
+                        continue;
                     }
-                    if (link.is_orphan && to == To::Attention) || is_cut(link.rank, to) {
+                    let hop = header_of(&bytes).map(|header| header.hop);
+                    match (to, hop, link.shard) {
+                        (To::Ffn, Some(hop), Some(shard)) => {
+                            *self.sends.entry((hop, shard.index())).or_default() += 1;
+                        }
+                        (To::Attention, Some(hop), _) if !self.answered.insert((at, hop)) => {
+                            self.answered_twice = Some((at, hop));
+                        }
+                        _ => {}
+                    }
+                    if is_cut(link.rank, to) {
                         continue;
                     }
                     self.judge(at, to, bytes, now_us, dice, &mut arrivals);

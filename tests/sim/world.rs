@@ -1,10 +1,11 @@
 //! Everything around the attention engine's port, in virtual time: FFN processes, the control plane's tasks as state
 //! machines, the network between them. Nothing happens but what is in the queue of events, in the order of their times.
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use afd_common::ids::{Epoch, Shard, StepId};
+use afd_common::ids::{Epoch, Shard};
 use afd_common::link::Doorbell;
 use afd_common::link::bare;
 use attention_svc::remote_ffn::edge::EdgeEvent;
@@ -16,14 +17,26 @@ use crate::ffn::Process;
 use crate::neighbour::{Neighbour, Wants};
 use crate::network::{Arrival, Link, Network, To};
 
+mod attention;
 mod control;
 mod event;
+mod left;
 mod processes;
 
 use control::{Control, limits};
 use event::Event;
 
 pub(crate) const LEASE: Duration = Duration::from_millis(300);
+
+/// What is told of what happens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Telling {
+    Nothing,
+    /// In words, as it happens.
+    Printed,
+    /// All of it, as a number.
+    Hashed,
+}
 
 /// Sizes of a deployment.
 #[derive(Clone, Copy, Debug)]
@@ -52,8 +65,8 @@ struct Rank {
 pub(crate) struct World {
     pub(crate) now_us: u64,
     pub(crate) violations: Vec<String>,
-    /// Printed as things happen, when a seed is replayed.
-    pub(crate) is_told: bool,
+    telling: Telling,
+    story: DefaultHasher,
     base: Instant,
     shape: Shape,
     dice: Dice,
@@ -65,6 +78,9 @@ pub(crate) struct World {
     events: crossbeam_channel::Sender<EdgeEvent>,
     bell: Doorbell,
     next_edge: u64,
+    attention_incarnation: u64,
+    /// Heard on control streams.
+    num_ends_told: u64,
     /// The attention rank's rows are on their way, or were until now.
     busy_until_us: u64,
     is_over: bool,
@@ -77,8 +93,7 @@ impl World {
         in_order: bool,
         dice: Dice,
         base: Instant,
-        events: crossbeam_channel::Sender<EdgeEvent>,
-        bell: Doorbell,
+        telling: Telling,
     ) -> Self {
         let mishaps = faults.mishaps.clone();
         let ranks = (0..shape.num_shards * shape.replicas).map(|rank| Rank {
@@ -94,7 +109,8 @@ impl World {
         let mut world = Self {
             now_us: 0,
             violations: Vec::new(),
-            is_told: false,
+            telling,
+            story: DefaultHasher::new(),
             base,
             shape,
             dice,
@@ -103,16 +119,17 @@ impl World {
             network: Network::new(faults, in_order),
             ranks: ranks.collect(),
             roster: Roster::default(),
-            events,
-            bell,
+            // Nobody listens yet.
+            events: crossbeam_channel::unbounded().0,
+            bell: Doorbell::default(),
             next_edge: 1,
+            attention_incarnation: 0,
+            num_ends_told: 0,
             busy_until_us: 0,
             is_over: false,
         };
         for rank in 0..world.ranks.len() {
             world.start(rank);
-            let after = world.dice.between(0, 3000);
-            world.after(after, Event::Connect { rank });
         }
         mishaps.into_iter().for_each(|(at, mishap)| world.after(at, Event::Mishap(mishap)));
         world
@@ -122,20 +139,8 @@ impl World {
         self.base + Duration::from_micros(self.now_us)
     }
 
-    pub(crate) fn num_harmed(&self) -> u64 {
-        self.network.num_harmed
-    }
-
-    pub(crate) fn most_sends(&self, warm_up: StepId) -> u8 {
-        self.network.most_sends(warm_up)
-    }
-
-    pub(crate) fn num_neighbour_answers(&self) -> u64 {
-        self.ranks
-            .iter()
-            .filter_map(|rank| rank.neighbour.as_ref())
-            .map(|neighbour| neighbour.num_answers)
-            .sum()
+    pub(crate) fn shape(&self) -> Shape {
+        self.shape
     }
 
     /// When something happens next.
@@ -147,72 +152,15 @@ impl World {
     pub(crate) fn step(&mut self) {
         let Some(((at, _), event)) = self.queue.pop_first() else { return };
         self.now_us = self.now_us.max(at);
+        if self.telling == Telling::Hashed {
+            format!("{at} {event:?}").hash(&mut self.story);
+        }
         self.handle(event);
         self.pump();
     }
 
-    /// From now on nothing goes wrong any more, and whoever was gone comes back.
-    pub(crate) fn heal(&mut self) {
-        self.tell("all is well from here on");
-        self.network.faults = Faults::none();
-        let bad = |event: &Event| {
-            matches!(
-                event,
-                Event::Mishap(_)
-                    | Event::Continue { .. }
-                    | Event::Heal { .. }
-                    | Event::Leave { .. }
-                    | Event::Restart { .. }
-            )
-        };
-        self.queue.retain(|_, event| !bad(event));
-        for rank in 0..self.ranks.len() {
-            (self.ranks[rank].to_ffn_cut, self.ranks[rank].to_attention_cut) = (false, false);
-            if self.ranks[rank].process.as_ref().is_some_and(|process| process.is_draining) {
-                self.crash(rank);
-            }
-            match &mut self.ranks[rank].process {
-                Some(process) => process.is_stopped = false,
-                None => self.start(rank),
-            }
-            self.after(0, Event::Turn { rank });
-        }
-    }
-
-    /// The attention rank is gone: nobody joins again.
-    pub(crate) fn end(&mut self) {
-        self.is_over = true;
-        for rank in 0..self.ranks.len() {
-            self.hang_up(rank, "the attention rank has ended");
-            self.ranks[rank].neighbour = None;
-        }
-    }
-
-    /// What is left that should not be, once everything has ended: frames that nobody has let go, and sessions.
-    pub(crate) fn leftovers(&mut self) -> Vec<String> {
-        let mut left = Vec::new();
-        for (at, link) in self.network.links.drain(..).enumerate() {
-            for (side, wire) in [("attention", link.attention), ("FFN", link.ffn)] {
-                let stats = wire.stats();
-                // What arrived and was never looked at ends with the link.
-                drop(wire);
-                let held = stats.counts().frames_held;
-                if held != 0 {
-                    left.push(format!("link {at}: {held} frames are held at the {side} end"));
-                }
-            }
-        }
-        for (at, rank) in self.ranks.iter().enumerate() {
-            let sessions = rank.process.as_ref().map_or(0, Process::num_sessions);
-            if sessions != 0 {
-                left.push(format!("F{at} still has {sessions} sessions"));
-            }
-        }
-        left
-    }
-
     fn tell(&self, what: impl std::fmt::Display) {
-        if self.is_told {
+        if self.telling == Telling::Printed {
             println!("{:>9} us  {what}", self.now_us);
         }
     }
@@ -240,13 +188,7 @@ impl World {
                 }
             }
             Event::Connect { rank } => self.connect(rank),
-            Event::Plan { rank, incarnation, tag, plan } => {
-                let refused =
-                    self.process(rank, incarnation).and_then(|process| process.plan(tag, &plan).err());
-                if let Some(refused) = refused {
-                    self.violations.push(format!("F{rank} refused a plan: {refused}"));
-                }
-            }
+            Event::Hear { rank, edge } => self.hear(rank, edge),
             Event::Beat { rank, edge } => self.beat(rank, edge),
             Event::Expire { rank, incarnation } => {
                 let now = self.now();
@@ -270,16 +212,24 @@ impl World {
                     self.hang_up(rank, "control stream failed");
                 }
             }
+            Event::Forsaken { link } => {
+                let Link { rank, ffn, .. } = &self.network.links[link];
+                ffn.cut("connection reset by peer");
+                let rank = *rank;
+                self.after(0, Event::Turn { rank });
+            }
             Event::Neighbour { rank, incarnation } => self.visit_neighbour(rank, incarnation),
             Event::Mishap(mishap) => self.befall(mishap),
             Event::Continue { rank } => {
                 self.tell(format_args!("F{rank} continues"));
                 self.ranks[rank].process.iter_mut().for_each(|process| process.is_stopped = false);
                 self.after(0, Event::Turn { rank });
+                self.hear_all(rank);
             }
             Event::Heal { rank } => {
                 self.tell(format_args!("F{rank} can be reached again"));
                 (self.ranks[rank].to_ffn_cut, self.ranks[rank].to_attention_cut) = (false, false);
+                self.hear_all(rank);
             }
             Event::Leave { rank, down_us } => {
                 if self.ranks[rank].process.as_ref().is_some_and(|process| process.is_draining) {
@@ -326,7 +276,7 @@ impl World {
                 let (near, attention) = bare::end(limits.clone(), Doorbell::default());
                 let (far, ffn) = bare::end(limits, process.bell());
                 process.adopt(Box::new(far), None);
-                self.network.links.push(Link { rank, shard: None, attention, ffn, is_orphan: false });
+                self.network.links.push(Link::new(rank, None, attention, ffn));
                 let step = at.neighbour.take().map_or(0, |neighbour| neighbour.step());
                 at.neighbour = Some(Neighbour::new(near, at.shard, self.shape.is_routed, step));
             }
@@ -346,12 +296,10 @@ impl World {
                     self.hang_up(rank, &why);
                     break;
                 }
-                let Ok(plan) = control.plans.try_recv() else { break };
-                let (incarnation, tag) = (control.incarnation, control.tag);
-                // The stream is reliable: what is cut off is heard never, with everything after it.
-                if !self.ranks[rank].to_ffn_cut {
-                    self.after(40, Event::Plan { rank, incarnation, tag, plan });
-                }
+                let Ok(message) = control.plans.try_recv() else { break };
+                control.unheard.push_back(message);
+                let edge = control.edge;
+                self.after(40, Event::Hear { rank, edge });
             }
         }
         let ranks = &self.ranks;
@@ -360,6 +308,9 @@ impl World {
             To::Attention => ranks[rank].to_attention_cut,
         };
         let arrivals = self.network.pump(self.now_us, &mut self.dice, is_cut);
+        if let Some((link, hop)) = self.network.answered_twice.take() {
+            self.violations.push(format!("{hop} was answered twice on link {link}"));
+        }
         for Arrival { link, to, bytes, after_us } in arrivals {
             let rank = &self.ranks[self.network.links[link].rank];
             if rank.control.as_ref().is_some_and(|control| control.link == link) {

@@ -5,9 +5,9 @@
 //! Every edge hears every plan once: a rank ends the session of who repeats itself. Losing a plan costs its deadline and its
 //! trace and nothing else: the hop runs without it and is counted.
 //!
-//! A rank knows by itself that a step is over once it has served the last layer of every planned stage. One that had a part of the
-//! step and not that is told: the last layers had no row for its shard, another rank has taken the shard over, or the step was
-//! given up. Otherwise it would take the step for one under way until the next one comes, and not end before.
+//! A rank knows by itself that a step is over once it has served the last layer of every planned stage. One that had a part
+//! of the step and not that is told: the last layers had no row for its shard, another rank has taken the shard over, or the
+//! step was given up. Otherwise it would take the step for one under way until the next one comes, and not end before.
 use afd_common::proto::v1;
 use v1::steps_request::Message;
 

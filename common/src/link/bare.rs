@@ -53,6 +53,11 @@ impl BareWire {
         self.intake.inbox.end(self.intake.inbox.lost(what));
     }
 
+    /// Whether somebody still has the end.
+    pub fn is_held(&self) -> bool {
+        Arc::strong_count(&self.sent) > 1
+    }
+
     /// Counters of the end.
     pub fn stats(&self) -> Arc<LinkStats> {
         Arc::clone(&self.intake.inbox.stats)

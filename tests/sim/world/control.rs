@@ -1,4 +1,5 @@
 //! The control plane between the attention rank and FFN processes: who joins, by which link, and how a session ends.
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use afd_common::frame::{Checksum, RowType};
@@ -13,7 +14,7 @@ use attention_svc::remote_ffn::roster;
 use tokio::sync::mpsc;
 
 use super::{Event, LEASE, World};
-use crate::ffn::MAX_ROWS;
+use crate::ffn::{MAX_ROWS, Process};
 use crate::model::{HIDDEN, TOP_K};
 use crate::network::Link;
 
@@ -27,6 +28,8 @@ pub(super) struct Control {
     pub(super) process: roster::Process,
     pub(super) incarnation: u64,
     pub(super) plans: mpsc::Receiver<v1::steps_request::Message>,
+    /// What was said and not heard yet.
+    pub(super) unheard: VecDeque<v1::steps_request::Message>,
     pub(super) abandoned: mpsc::Receiver<String>,
     pub(super) life: Arc<Life>,
     pub(super) heard_us: u64,
@@ -54,7 +57,8 @@ impl World {
 
     fn join(&mut self, rank: usize) -> Result<(), String> {
         let role = v1::Role::Attention.into();
-        let identity = v1::Identity { deployment: "sim".into(), role, rank: 0, incarnation: 1 };
+        let incarnation = self.attention_incarnation;
+        let identity = v1::Identity { deployment: "sim".into(), role, rank: 0, incarnation };
         let (now, now_us, credits) = (self.now(), self.now_us, self.shape.num_stages.into());
         let at = &mut self.ranks[rank];
         let process = at.process.as_mut().filter(|process| !process.is_draining).ok_or("it drains")?;
@@ -73,7 +77,7 @@ impl World {
         let (far, ffn) = bare::end(limits, process.bell());
         process.adopt(Box::new(far), Some(tag));
         let link = self.network.links.len();
-        self.network.links.push(Link { rank, shard: Some(at.shard), attention, ffn, is_orphan: false });
+        self.network.links.push(Link::new(rank, Some(at.shard), attention, ffn));
         let edge = EdgeId(self.next_edge);
         self.next_edge += 1;
         let (plan_sender, plans) = mpsc::channel(PLAN_QUEUE);
@@ -97,6 +101,7 @@ impl World {
             process: seat,
             incarnation,
             plans,
+            unheard: VecDeque::new(),
             abandoned,
             life,
             heard_us: now_us,
@@ -122,6 +127,28 @@ impl World {
         }
         let after = self.dice.between(1_000, 10_000);
         self.after(after, Event::Connect { rank });
+    }
+
+    /// The rank hears one thing that was said to it, unless nothing gets through: then it waits on the way.
+    pub(super) fn hear(&mut self, rank: usize, edge: EdgeId) {
+        let at = &mut self.ranks[rank];
+        let Some(control) = at.control.as_mut().filter(|control| control.edge == edge) else { return };
+        let listens =
+            |process: &&mut Process| process.incarnation == control.incarnation && !process.is_stopped;
+        let Some(process) = at.process.as_mut().filter(|_| !at.to_ffn_cut).filter(listens) else { return };
+        let Some(message) = control.unheard.pop_front() else { return };
+        self.num_ends_told += u64::from(matches!(message, v1::steps_request::Message::Cancel(_)));
+        if let Err(refused) = process.plan(control.tag, &message) {
+            self.violations.push(format!("F{rank} refused a plan: {refused}"));
+        }
+    }
+
+    /// Whatever waits on the way to a rank gets through from here on.
+    pub(super) fn hear_all(&mut self, rank: usize) {
+        if let Some(control) = &self.ranks[rank].control {
+            let (edge, count) = (control.edge, control.unheard.len());
+            (0..count).for_each(|_| self.after(0, Event::Hear { rank, edge }));
+        }
     }
 
     pub(super) fn beat(&mut self, rank: usize, edge: EdgeId) {

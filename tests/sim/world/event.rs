@@ -1,11 +1,11 @@
 //! What can happen in the world, each at its time.
-use afd_common::proto::v1;
 use attention_svc::remote_ffn::hop_table::EdgeId;
 
 use crate::faults::Mishap;
 use crate::network::To;
 
 /// What may happen next.
+#[derive(Debug)]
 pub(super) enum Event {
     Arrive {
         link: usize,
@@ -20,11 +20,10 @@ pub(super) enum Event {
     Connect {
         rank: usize,
     },
-    Plan {
+    /// A rank hears the next thing that was said on its control stream.
+    Hear {
         rank: usize,
-        incarnation: u64,
-        tag: u64,
-        plan: v1::steps_request::Message,
+        edge: EdgeId,
     },
     /// A control task and its rank hear of each other, if they can.
     Beat {
@@ -44,6 +43,10 @@ pub(super) enum Event {
     },
     /// The attention rank hears that a process is gone.
     Reset {
+        link: usize,
+    },
+    /// A rank hears that the attention rank is gone.
+    Forsaken {
         link: usize,
     },
     Neighbour {
