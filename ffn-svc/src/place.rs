@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::engine::EngineHandle;
 
+/// Rows that an expert should have on average: chance moves a count of a hundred by a tenth.
+const ROWS_OF_AN_EXPERT: f64 = 100.0;
+
 /// Options of `ffn-svc place`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PlaceOptions {
@@ -82,6 +85,10 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
         .or_else(|what| refuse("--counts", format!("cannot be used: {what}")))?;
     let proposal = propose(&loads, options.shards, options.copies).or_else(|error| match error {
         ProposeError::NoCounts => refuse("--counts", format!("says nothing: {error}")),
+        ProposeError::NoRows => refuse(
+            "--counts",
+            format!("says nothing: {error}; let the deployment serve requests, then ask its ranks again"),
+        ),
         ProposeError::Shards { shards } => refuse("--shards", format!("is {shards}; expected at least 1")),
         ProposeError::TooManyShards { shards, layer, num_experts } => refuse(
             "--shards",
@@ -90,6 +97,9 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
     })?;
     for (layer, layer_proposal) in &proposal.layers {
         eprintln!("layer {layer}: {}", sentence(layer_proposal, options.copies));
+    }
+    if let Some(warning) = too_few(&loads) {
+        eprintln!("{warning}");
     }
     let text = proposal.file.to_json();
     match &options.out {
@@ -100,6 +110,20 @@ pub fn run(options: &PlaceOptions) -> anyhow::Result<()> {
             Ok(())
         }
     }
+}
+
+/// What to say where the counts of a layer are mostly chance.
+fn too_few(loads: &BTreeMap<usize, ExpertLoad>) -> Option<String> {
+    let an_expert = |load: &ExpertLoad| load.iter().sum::<u64>() as f64 / load.len() as f64;
+    let counted = loads.iter().filter(|(_, load)| !load.is_empty());
+    let (layer, rows) = counted
+        .map(|(layer, load)| (layer, an_expert(load)))
+        .min_by(|a, b| a.1.total_cmp(&b.1))
+        .filter(|(_, rows)| *rows < ROWS_OF_AN_EXPERT)?;
+    Some(format!(
+        "the counts are few: {rows:.1} rows an expert in layer {layer}, where {ROWS_OF_AN_EXPERT} tell hot experts from chance; \
+         let the deployment serve more requests before its ranks are asked"
+    ))
 }
 
 /// What a placement would have done to a layer, with `wanted` copies asked for.
@@ -192,6 +216,21 @@ mod tests {
         options.counts = vec![write(0, &[]), write(1, &[])];
         options.shards = 5;
         assert_eq!(said(&options), "--shards is 5; expected at most 4, the experts of layer 3");
+        options.shards = 2;
+        let nothing = "--counts says nothing: no row was counted in any layer; \
+                       let the deployment serve requests, then ask its ranks again";
+        assert_eq!(said(&options), nothing);
+    }
+
+    #[test]
+    fn counts_that_are_mostly_chance_are_named() {
+        let loads = |rows| BTreeMap::from([(0, vec![500; 4]), (3, vec![rows, 0, 0, 0])]);
+        let said = too_few(&loads(50)).unwrap();
+        assert!(
+            said.starts_with("the counts are few: 12.5 rows an expert in layer 3, where 100 tell"),
+            "{said}"
+        );
+        assert_eq!(too_few(&loads(400)), None);
     }
 
     #[test]

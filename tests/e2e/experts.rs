@@ -244,12 +244,20 @@ async fn every_token_routed_to_one_expert_gives_the_monoliths_tokens() -> anyhow
     Ok(())
 }
 
-/// What ranks counted, through `ffn-svc place`, back into a deployment that serves the same tokens.
+/// What every rank has counted, in files.
+async fn saved_counts(deployment: &Deployment, folder: &Path, moment: &str) -> anyhow::Result<Vec<PathBuf>> {
+    let reports = expert_counts(deployment).await?.into_iter().enumerate();
+    reports
+        .map(|(index, report)| write(folder, &format!("{moment}-{index}.json"), &report.to_string()))
+        .collect()
+}
+
+/// What ranks counted, through `ffn-svc place`, back into a deployment that serves the same tokens. Before any request it is
+/// nothing, though the warm-up has run.
 #[tokio::test]
 async fn a_proposed_placement_can_be_used() -> anyhow::Result<()> {
     let name = "tiny-qwen3-moe";
     let deployment = Deployment::start(spec(name, shards(2), &[])).await?;
-    serves(&deployment, name).await?;
     let folder = tempfile::tempdir()?;
     let mut options = ffn_svc::place::PlaceOptions {
         counts: Vec::new(),
@@ -257,9 +265,11 @@ async fn a_proposed_placement_can_be_used() -> anyhow::Result<()> {
         copies: 2,
         out: Some(folder.path().join("placement.json")),
     };
-    for (index, report) in expert_counts(&deployment).await?.into_iter().enumerate() {
-        options.counts.push(write(folder.path(), &format!("{index}.json"), &report.to_string())?);
-    }
+    options.counts = saved_counts(&deployment, folder.path(), "cold").await?;
+    let said = ffn_svc::place::run(&options).err().context("counts of no request were used")?.to_string();
+    ensure!(said.contains("no row was counted in any layer"), "rows of the warm-up were counted: {said}");
+    serves(&deployment, name).await?;
+    options.counts = saved_counts(&deployment, folder.path(), "served").await?;
     ffn_svc::place::run(&options)?;
     let file = options.out.context("it was asked for")?;
     let file = file.to_str().context("a path in UTF-8")?;

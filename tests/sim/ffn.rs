@@ -135,7 +135,7 @@ impl Process {
         };
         session.book.accept(plan).map_err(|error| error.to_string())?;
         let stages = plan.padded_tokens.len() as u32;
-        session.accounts.handle_plan(StepId(plan.step_id), Planned { stages, profile: false, trace: None });
+        session.accounts.handle_plan(StepId(plan.step_id), Planned { stages, ..Planned::default() });
         Ok(())
     }
 

@@ -55,6 +55,9 @@ pub enum ProposeError {
     /// There is nothing to choose from.
     #[error("no layer has counts")]
     NoCounts,
+    /// Nobody knows which expert is hot.
+    #[error("no row was counted in any layer")]
+    NoRows,
     /// Zero, or no meaning.
     #[error("{shards} shards; expected at least 1")]
     Shards {
@@ -115,6 +118,9 @@ pub fn propose(
         });
         layers.insert(layer, LayerProposal { contiguous, proposed, copies: placed, fewer });
         file.layers.insert(layer.to_string(), lists);
+    }
+    if loads.values().flatten().all(|rows| *rows == 0) {
+        return Err(ProposeError::NoRows);
     }
     Ok(Proposal { file, layers })
 }

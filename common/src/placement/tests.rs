@@ -139,7 +139,7 @@ fn a_proposal_copies_what_is_hot_and_evens_the_rest_out() {
 #[test]
 fn fewer_copies_than_were_asked_for_have_a_reason() {
     let of = |load: &[u64], shards, copies| {
-        let loads = BTreeMap::from([(0, load.to_vec())]);
+        let loads = BTreeMap::from([(0, load.to_vec()), (1, vec![1; load.len()])]);
         let LayerProposal { copies, fewer, .. } = propose(&loads, shards, copies).unwrap().layers[&0];
         (copies, fewer)
     };
@@ -148,6 +148,7 @@ fn fewer_copies_than_were_asked_for_have_a_reason() {
     assert_eq!(of(&hot, 2, 1), (1, None));
     assert_eq!(of(&hot, 2, 9), (3, Some(FewerCopies::Everywhere { most: 3 })));
     assert_eq!(of(&[0; 4], 2, 1), (0, Some(FewerCopies::NoRows)));
+    assert_eq!(propose(&BTreeMap::from([(0, vec![0; 4])]), 2, 1), Err(ProposeError::NoRows));
     assert_eq!(of(&hot, 1, 1), (0, Some(FewerCopies::OneShard)));
     // Two shards with two equal experts each are as even as can be, and three copies on two shards are not.
     assert_eq!(of(&[5, 5, 5, 5], 2, 1), (0, Some(FewerCopies::NoBetter)));
@@ -176,7 +177,7 @@ proptest! {
         shards in 1u32..6,
         copies in 0usize..12,
     ) {
-        prop_assume!(shards as usize <= load.len());
+        prop_assume!(shards as usize <= load.len() && load.iter().any(|rows| *rows > 0));
         let proposal = propose(&BTreeMap::from([(0, load.clone())]), shards, copies).unwrap();
         prop_assert!(proposal.layers[&0].proposed <= proposal.layers[&0].contiguous);
         let lists = &proposal.file.layers["0"];

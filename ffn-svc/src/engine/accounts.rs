@@ -87,6 +87,17 @@ pub struct Planned {
     pub profile: bool,
     /// The step's own span, when its hops are to be recorded as children of it.
     pub trace: Option<TraceContext>,
+    /// Whether nobody waits for what the step computes.
+    pub is_warmup: bool,
+}
+
+/// What is known of a hop that begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Begun {
+    /// There was a plan of its step.
+    pub is_planned: bool,
+    /// Its step is one of warm-up; without a plan of it, the last step that was planned is.
+    pub is_warmup: bool,
 }
 
 /// A recorded step, or a part of it.
@@ -124,6 +135,8 @@ struct Book {
     traced: VecDeque<TracedStep>,
     /// Empty buffers.
     spare: Vec<Vec<HopTimes>>,
+    /// Whether the last step that a plan came of is one of warm-up.
+    warms: bool,
 }
 
 impl StepAccounts {
@@ -142,6 +155,13 @@ impl StepAccounts {
             turns: AtomicU64::new(0),
             is_resting: AtomicBool::new(false),
         }
+    }
+
+    /// Of a session whose steps are planned: hops that come before the first plan are taken for its warm-up, which is what an
+    /// attention rank begins with.
+    pub fn warm_at_first(self) -> Self {
+        self.lock().warms = true;
+        self
     }
 
     /// Executions begun for hops of the session, or while hops of it waited.
@@ -181,6 +201,7 @@ impl StepAccounts {
     pub fn handle_plan(&self, step: StepId, plan: Planned) {
         let plan = Planned { trace: plan.trace.filter(|_| self.records), ..plan };
         let mut book = self.lock();
+        book.warms = plan.is_warmup;
         if let Some(at) = book.unclaimed.iter().position(|(unclaimed, _)| *unclaimed == step) {
             // It came after its step was over.
             if let Some((_, hops)) = book.unclaimed.remove(at) {
@@ -206,16 +227,18 @@ impl StepAccounts {
         self.close_over(&mut book);
     }
 
-    /// A hop is about to be computed. Ends every earlier step. Whether there was a plan for it.
-    pub fn handle_begin(&self, key: HopKey) -> bool {
+    /// A hop is about to be computed. Ends every earlier step.
+    pub fn handle_begin(&self, key: HopKey) -> Begun {
         let mut book = self.lock();
         book.last_begun = Some(key);
         book.over = book.over.max(key.step.0.checked_sub(1).map(StepId));
         self.close_over(&mut book);
+        let warms = book.warms;
         let account = book.account(key.step);
         account.last_layer = key.layer;
         account.hops_begun += 1;
-        account.plan.is_some()
+        let plan = account.plan;
+        Begun { is_planned: plan.is_some(), is_warmup: plan.map_or(warms, |plan| plan.is_warmup) }
     }
 
     /// A hop was served.

@@ -35,7 +35,7 @@ mod stream_tests;
 mod tests;
 mod worker;
 
-pub use accounts::{HopTimes, Planned, StepAccount, StepAccounts, TracedStep};
+pub use accounts::{Begun, HopTimes, Planned, StepAccount, StepAccounts, TracedStep};
 pub use hop_error::HopError;
 pub use metrics::EngineMetrics;
 pub use stage_model::{StageModel, StageSpec};

@@ -31,6 +31,14 @@ pub trait StageModel: Send + 'static {
     /// What is wrong with these rows or their side tensors. The model stays usable.
     fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String>;
 
+    /// [`forward`](Self::forward) on rows of a warm-up, whose choices of experts are not to be counted where that can be left out.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward).
+    fn rehearse(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
+        self.forward(layer, rows, side)
+    }
+
     /// What runs the steps of links that a stream drives; `None` without a GPU.
     fn steps(&mut self) -> Option<&mut dyn StepRunner> {
         None
@@ -95,6 +103,10 @@ impl StageModel for FfnModel {
 
     fn forward(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
         FfnModel::forward(self, layer, rows, side).map_err(|error| error.to_string())
+    }
+
+    fn rehearse(&mut self, layer: LayerIdx, rows: &Tensor, side: &Side) -> Result<Tensor, String> {
+        FfnModel::rehearse(self, layer, rows, side).map_err(|error| error.to_string())
     }
 
     fn expert_counts(&self) -> Option<Arc<ExpertCounts>> {

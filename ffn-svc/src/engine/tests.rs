@@ -267,7 +267,7 @@ fn closing_a_session_ends_its_links_only_and_says_why() {
 fn accounts_say_what_a_step_cost() {
     let bench = bench(Shard::WHOLE, false);
     let account = accounts();
-    account.handle_plan(StepId(5), Planned { stages: 2, profile: true, trace: None });
+    account.handle_plan(StepId(5), Planned { stages: 2, profile: true, ..Planned::default() });
     let mut a = bench.caller(1, &account);
     a.dispatch(key(5, 0, 0), &[1.0, 1.0]);
     a.combine();

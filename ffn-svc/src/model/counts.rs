@@ -7,7 +7,7 @@ use afd_common::ids::LayerIdx;
 
 use super::LayerSpec;
 
-/// Rows given to each local expert of each layer since the process started.
+/// Rows given to each local expert of each layer since the process started; rows of a warm-up only where a device counts.
 #[derive(Debug)]
 pub struct ExpertCounts {
     layers: Vec<(Vec<usize>, Vec<AtomicU64>)>,

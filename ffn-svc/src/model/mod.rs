@@ -184,6 +184,24 @@ impl FfnModel {
     /// # Errors
     /// [`FfnModelError`] says what is wrong with these rows or their side tensors; the model stays usable.
     pub fn forward(&self, layer: LayerIdx, hidden: &Tensor, side: &Side) -> Result<Tensor, FfnModelError> {
+        self.compute(layer, hidden, side, Some(self.about.expert_counts()))
+    }
+
+    /// The same on rows that nobody sent: which experts they choose is not counted.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward).
+    pub fn rehearse(&self, layer: LayerIdx, hidden: &Tensor, side: &Side) -> Result<Tensor, FfnModelError> {
+        self.compute(layer, hidden, side, None)
+    }
+
+    fn compute(
+        &self,
+        layer: LayerIdx,
+        hidden: &Tensor,
+        side: &Side,
+        counts: Option<&Arc<ExpertCounts>>,
+    ) -> Result<Tensor, FfnModelError> {
         let count = self.layers.len();
         let Some(ffn) = self.layers.get(usize::from(layer.0)) else {
             return Err(FfnModelError::UnknownLayer { layer, count });
@@ -199,9 +217,7 @@ impl FfnModel {
                 return Err(FfnModelError::Side { layer, expected: "none".into(), found: side.kind() });
             }
             Layer::Dense(mlp) => self.forward_dense(layer, mlp, hidden)?,
-            Layer::Moe(moe) => {
-                moe.forward(layer, hidden, side, self.about.expert_counts(), &self.few_rows)?
-            }
+            Layer::Moe(moe) => moe.forward(layer, hidden, side, counts.map(Arc::as_ref), &self.few_rows)?,
         };
         if sum.kind() == out_kind { Ok(sum) } else { sum.f_to_kind(out_kind).at(layer, "output dtype") }
     }

@@ -120,19 +120,21 @@ impl MixtureOfExperts {
         }
     }
 
-    /// `[rows, hidden]`, at least one row, to this shard's part of the sum, `[rows, hidden]` f32.
+    /// `[rows, hidden]`, at least one row, to this shard's part of the sum, `[rows, hidden]` f32. Choices are noted in `counts`.
     pub(super) fn forward(
         &self,
         layer: LayerIdx,
         x: &Tensor,
         side: &Side,
-        counts: &ExpertCounts,
+        counts: Option<&ExpertCounts>,
         few_rows: &FewRows,
     ) -> Result<Tensor, FfnModelError> {
         let selected = self.route(layer, x, side)?;
         let work = self.share_out(layer, x, &selected)?;
-        for (expert, items) in &work.groups.experts {
-            counts.add(layer, *expert, items.len());
+        if let Some(counts) = counts {
+            for (expert, items) in &work.groups.experts {
+                counts.add(layer, *expert, items.len());
+            }
         }
         if let Some(sum) = self.forward_few(layer, x, &work, few_rows)? {
             return Ok(sum);

@@ -172,16 +172,15 @@ impl Sessions {
         let agreement = handshake::agree(&self.settings.offer, request)?;
         let identity = request.identity.clone().unwrap_or_default();
         let id = SessionId::from_bits(rand::rng().random());
+        let num_layers = self.engine.spec().layers.len() as u16;
+        let accounts = StepAccounts::new(num_layers, self.settings.spans.is_on());
         let session = Arc::new(Session {
             id: id.clone(),
             place: Place::of(&identity),
             from,
             tag: SessionTag(self.next_tag.fetch_add(1, Ordering::Relaxed)),
             agreement,
-            accounts: Arc::new(StepAccounts::new(
-                self.engine.spec().layers.len() as u16,
-                self.settings.spans.is_on(),
-            )),
+            accounts: Arc::new(accounts.warm_at_first()),
             has_steps: AtomicBool::new(false),
             has_stream_links: AtomicBool::new(false),
             ended: CancellationToken::new(),

@@ -258,7 +258,8 @@ fn response(message: v1::steps_response::Message) -> v1::StepsResponse {
 pub(super) fn planned(plan: &v1::StepPlan) -> Planned {
     // What is malformed is ignored, as the standard asks.
     let trace = plan.traceparent.parse().ok().filter(|_| plan.sampled);
-    Planned { stages: plan.padded_tokens.len() as u32, profile: plan.profile, trace }
+    let stages = plan.padded_tokens.len() as u32;
+    Planned { stages, profile: plan.profile, trace, is_warmup: plan.warmup }
 }
 
 /// What a link that a stream drives has to know of a plan.

@@ -12,9 +12,9 @@ fn plan(stages: u32) -> Planned {
 /// Whether it was planned.
 fn serve(accounts: &StepAccounts, step: u64, layer: u16, stage: u8) -> bool {
     let key = FrameHeader::key(step, layer, stage);
-    let planned = accounts.handle_begin(key);
+    let begun = accounts.handle_begin(key);
     accounts.handle_served(&times(key));
-    planned
+    begun.is_planned
 }
 
 fn times(key: HopKey) -> HopTimes {
@@ -182,4 +182,22 @@ fn the_first_failure_of_a_step_is_kept() {
     accounts.handle_failed(StepId(1), 13, "second");
     accounts.handle_begin(FrameHeader::key(2, 0, 0));
     assert_eq!(accounts.take_finished().unwrap().error, Some((3, "first".into())));
+}
+
+#[test]
+fn a_hop_of_a_warm_up_is_known_by_its_plan_and_before_it_by_the_last_one() {
+    let warms = |accounts: &StepAccounts, step| {
+        let begun = accounts.handle_begin(FrameHeader::key(step, 0, 0));
+        (begun.is_planned, begun.is_warmup)
+    };
+    let made_up = Planned { is_warmup: true, ..plan(1) };
+    let accounts = StepAccounts::new(LAYERS, false).warm_at_first();
+    assert_eq!(warms(&accounts, 1), (false, true), "nothing was planned yet");
+    accounts.handle_plan(StepId(1), made_up);
+    assert_eq!(warms(&accounts, 1), (true, true));
+    assert_eq!(warms(&accounts, 2), (false, true), "as the step before it");
+    accounts.handle_plan(StepId(3), plan(1));
+    assert_eq!(warms(&accounts, 3), (true, false));
+    assert_eq!(warms(&accounts, 4), (false, false), "as the step before it");
+    assert_eq!(warms(&StepAccounts::new(LAYERS, false), 1), (false, false), "a link without plans");
 }

@@ -22,11 +22,13 @@ impl<M: StageModel> Worker<M> {
                 source.accounts.handle_turn();
             }
         }
+        // Rows of others that share a batch with made-up ones are not counted either: it is computed as one.
+        let mut is_made_up = false;
         for hop in &batch {
-            if let Some(source) = self.source(hop.source)
-                && !source.accounts.handle_begin(hop.key)
-            {
-                self.metrics().unplanned.inc();
+            if let Some(source) = self.source(hop.source) {
+                let begun = source.accounts.handle_begin(hop.key);
+                self.metrics().unplanned.inc_by((!begun.is_planned).into());
+                is_made_up |= begun.is_warmup;
             }
         }
         let members: Vec<_> = match self.options.board.is_zero() {
@@ -37,7 +39,7 @@ impl<M: StageModel> Worker<M> {
         if !self.options.inject_delay.is_zero() {
             std::thread::sleep(self.options.inject_delay);
         }
-        match self.compute(layer, &batch) {
+        match self.compute(layer, &batch, is_made_up) {
             Ok(output) => self.send_all(&mut batch, output.as_ref(), started_us),
             Err(error) if batch.len() == 1 => {
                 batch.drain(..).for_each(|hop| self.answer_error(hop.source, hop.payload.origin, &error));
@@ -45,7 +47,7 @@ impl<M: StageModel> Worker<M> {
             // One of them spoiled it for all: each on its own, so that only that one fails.
             Err(_) => {
                 for hop in batch.drain(..) {
-                    match self.compute(layer, std::slice::from_ref(&hop)) {
+                    match self.compute(layer, std::slice::from_ref(&hop), is_made_up) {
                         Ok(output) => self.send_all(&mut vec![hop], output.as_ref(), started_us),
                         Err(error) => self.answer_error(hop.source, hop.payload.origin, &error),
                     }
@@ -65,8 +67,13 @@ impl<M: StageModel> Worker<M> {
     }
 
     /// The layer's output for all rows of these hops, `[rows, hidden]` in the combine dtype on the CPU; `None` when they
-    /// have no rows.
-    fn compute(&mut self, layer: LayerIdx, hops: &[QueuedHop<Waiting>]) -> Result<Option<Tensor>, HopError> {
+    /// have no rows. What `is_made_up` is rehearsed.
+    fn compute(
+        &mut self,
+        layer: LayerIdx,
+        hops: &[QueuedHop<Waiting>],
+        is_made_up: bool,
+    ) -> Result<Option<Tensor>, HopError> {
         let rows: usize = hops.iter().map(|hop| hop.rows as usize).sum();
         if rows == 0 {
             return Ok(None);
@@ -85,7 +92,11 @@ impl<M: StageModel> Worker<M> {
             .side(bytes, hidden * dtype.bytes(), side_kind, side_columns as usize)
             .map_err(|error| failed(error.to_string()))?;
         let side = self.balanced(layer, hops).map_err(|error| failed(error.to_string()))?.unwrap_or(side);
-        let output = self.model.forward(layer, &input, &side).map_err(failed)?;
+        let output = match is_made_up {
+            true => self.model.rehearse(layer, &input, &side),
+            false => self.model.forward(layer, &input, &side),
+        }
+        .map_err(failed)?;
         let expected = [rows as i64, hidden as i64];
         if output.size() != expected {
             return Err(failed(format!("the model returned {:?} instead of {expected:?}", output.size())));
