@@ -106,6 +106,9 @@ fn expert_rules(ffn: &crate::config::FfnConfig, config: &ModelConfig) -> Result<
         tracing::warn!("{}", Routing::WARNING);
     }
     let placement = ffn.placement.as_ref().map(read).transpose()?;
+    if let Some(warning) = placement.as_ref().and_then(|placed| placed.warning()) {
+        tracing::warn!("{warning}");
+    }
     Ok(ExpertRules { sides: ffn.sides, routing: ffn.routing, placement })
 }
 

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::config::model::ModelConfig;
 use crate::ids::Shard;
+use crate::spelling::first_few;
 
 mod file;
 mod propose;
@@ -130,6 +131,23 @@ impl Placement {
     /// A layer's experts; `None` when it is dense or not there.
     pub fn layer(&self, layer: usize) -> Option<&LayerPlacement> {
         self.layers.get(layer)?.as_ref()
+    }
+
+    /// What to say when a shard has no expert of some layer, which is legal: its ranks then add nothing to that layer.
+    pub fn warning(&self) -> Option<String> {
+        let idle_layers = |shard: u32| {
+            let placed = self.layers.iter().enumerate().filter_map(|(at, layer)| Some((at, layer.as_ref()?)));
+            let idle = placed.filter(|(_, layer)| !layer.owners.contains(&shard));
+            idle.map(|(at, _)| at.to_string()).collect::<Vec<_>>()
+        };
+        let idle = (0..self.num_shards).map(|shard| (shard, idle_layers(shard)));
+        let said = idle.filter(|(_, layers)| !layers.is_empty()).map(|(shard, layers)| {
+            let noun = if layers.len() == 1 { "layer" } else { "layers" };
+            format!("shard {shard} in {noun} {}", first_few(&layers, ", "))
+        });
+        let said: Vec<_> = said.collect();
+        (!said.is_empty())
+            .then(|| format!("--placement leaves shards without an expert: {}", first_few(&said, "; ")))
     }
 
     /// Names the placement: [`CONTIGUOUS`], or the beginning of a hash over who owns what, which is the same for files

@@ -104,6 +104,20 @@ fn files_that_say_the_same_have_the_same_digest() {
 }
 
 #[test]
+fn a_shard_without_an_expert_is_named_with_its_layers() {
+    let warning = |text: &str| toml(text).unwrap().warning();
+    assert_eq!(warning("experts = [[0, 1, 2, 3], [4, 5, 6, 7]]"), None);
+    let said =
+        warning("experts = [[0, 1, 2, 3], [4, 5, 6, 7]]\n[layers]\n1 = [[0, 1, 2, 3, 4, 5, 6, 7], []]");
+    assert_eq!(said.unwrap(), "--placement leaves shards without an expert: shard 1 in layer 1");
+    let said = warning("experts = [[], [0, 1, 2, 3, 4, 5, 6, 7]]").unwrap();
+    assert!(
+        said.starts_with("--placement leaves shards without an expert: shard 0 in layers 0, 1"),
+        "{said}"
+    );
+}
+
+#[test]
 fn copies_share_the_rows_evenly_and_every_row_has_one_server() {
     let layer = LayerPlacement::of(&[vec![0, 1], vec![0, 2], vec![0, 3]], 4);
     let mut served = [0; 3];
