@@ -89,7 +89,8 @@ impl FfnConfig {
 fn sides(args: &ServeArgs, target: &FfnTarget) -> Result<Sides, OptionError> {
     let sides = args.experts.sides();
     if sides.shared_on_attention() && *target == FfnTarget::Local {
-        let why = "is attention, and --ffn is local: both sides are this process, where they take turns";
+        let why = "is attention, and --ffn is local: both sides are this process, where they take turns; \
+                   leave it out, or name FFN ranks with --ffn";
         return refuse("--shared-experts", why);
     }
     Ok(sides)
