@@ -177,9 +177,13 @@ fn side_of(
         .map(|spec| (spelling::dtype(spec.dtype), vec![i64::from(num_rows), i64::from(spec.columns)]))
         .collect();
     if received != wanted {
-        let names: Vec<_> = expected.iter().map(|spec| spec.name.as_str()).collect();
-        let expected = format!("layer {layer} takes {names:?} as {wanted:?}");
-        return Err(wrong("side_tensors", format!("{received:?}; {expected}")));
+        let listed = |words: Vec<String>| if words.is_empty() { "none".into() } else { words.join(", ") };
+        let one = |(dtype, shape): &(_, Vec<i64>)| format!("{dtype} {shape:?}");
+        let found = listed(received.iter().map(one).collect());
+        let named =
+            expected.iter().zip(&wanted).map(|(spec, wanted)| format!("{} {}", spec.name, one(wanted)));
+        let takes = listed(named.collect());
+        return Err(wrong("side_tensors", format!("found {found}; layer {layer} takes {takes}")));
     }
     for (tensor, spec) in tensors.iter().zip(&expected) {
         check_tensor(&spec.name, tensor)?;
@@ -291,19 +295,19 @@ mod tests {
             "`hidden_states.dtype`: int32, expected float32"
         );
         let unexpected = refused(|r| r.side_tensors = vec![tensor(v1::Dtype::F32, &[3, 2], 24)]);
-        assert_eq!(unexpected, r#"`side_tensors`: [("float32", [3, 2])]; layer 0 takes [] as []"#);
+        assert_eq!(unexpected, "`side_tensors`: found float32 [3, 2]; layer 0 takes none");
         let missing = refused(|r| r.layer = 1);
         assert!(
-            missing.contains(r#"[]; layer 1 takes ["topk_ids", "topk_weights"] as [("int32", [3, 2])"#),
+            missing.contains("found none; layer 1 takes topk_ids int32 [3, 2], topk_weights float32 [3, 2]"),
             "{missing}"
         );
         let no_tokens = refused(|r| r.layer = 2);
-        assert_eq!(no_tokens, r#"`side_tensors`: []; layer 2 takes ["input_ids"] as [("int64", [3, 1])]"#);
+        assert_eq!(no_tokens, "`side_tensors`: found none; layer 2 takes input_ids int64 [3, 1]");
         let swapped = refused(|r| {
             r.layer = 1;
             r.side_tensors = vec![tensor(v1::Dtype::F32, &[3, 2], 24), tensor(v1::Dtype::I32, &[3, 2], 24)];
         });
-        assert!(swapped.contains(r#"[("float32", [3, 2]), ("int32", [3, 2])]; layer 1 takes"#), "{swapped}");
+        assert!(swapped.contains("found float32 [3, 2], int32 [3, 2]; layer 1 takes"), "{swapped}");
     }
 
     #[test]
