@@ -6,7 +6,7 @@ use afd_tests::harness::{Deployment, DeploymentSpec, Ffn, output};
 use anyhow::{Context, ensure};
 use serde_json::Value;
 
-use crate::start::ffn as beside;
+use crate::start::{attention as attention_beside, ffn as beside};
 
 const START_LIMIT: Duration = Duration::from_secs(60);
 
@@ -138,4 +138,46 @@ async fn a_replica_that_is_down_or_stopped_is_named_while_the_other_one_serves()
         ensure!(is_named, "{gone} is not named: {findings:#?}");
     }
     deployment.ffn[3].signal("CONT")
+}
+
+#[tokio::test]
+async fn peers_that_cannot_be_used_are_named_each_with_its_reason() -> anyhow::Result<()> {
+    let model = fixtures::checkpoint("tiny-mixtral");
+    let deployment =
+        Deployment::start(DeploymentSpec::new(model.clone(), Ffn::Remote { shards: 1, replicas: 1 })).await?;
+    let (other, ffn) =
+        (deployment.attention_addresses[0].to_string(), deployment.ffn_addresses[0].to_string());
+    let folder = tempfile::tempdir()?;
+    let peers = format!("{ffn},127.0.0.1:1,{other}");
+    let words = ["--rank", "1", "--deployment", "another", "--peers", &peers];
+    let mut front = attention_beside(&model, "local", &words, folder.path(), "A1")?;
+    let address = front.address(START_LIMIT)?.to_string();
+    let deadline = std::time::Instant::now() + START_LIMIT;
+    // It asks before it is ready, and an answer may be on its way still.
+    let findings = loop {
+        let (healthy, findings, _) = doctor(&[address.clone()], &[]).await?;
+        ensure!(!healthy || std::time::Instant::now() < deadline, "it exits as if all were well");
+        if findings.iter().filter(|(fault, _)| fault == "peer-absent").count() == 3 {
+            break findings;
+        }
+        ensure!(std::time::Instant::now() < deadline, "{findings:#?}");
+    };
+    for (peer, why) in [
+        (&ffn, "it is an FFN rank: it belongs into --ffn"),
+        (&"127.0.0.1:1".to_owned(), "refused"),
+        (&other, "`identity.deployment` of A0 there is default, and another here"),
+    ] {
+        let words = format!("A1 at {address} forwards nothing to {peer}, which its --peers names: ");
+        let is_told =
+            |(_, sentence): &(String, String)| sentence.starts_with(&words) && sentence.contains(why);
+        ensure!(findings.iter().any(is_told), "{peer} is not named: {findings:#?}");
+    }
+    let log = front.log();
+    let warned = |peer: &str| {
+        log.lines()
+            .filter(|line| line.contains("WARN") && line.contains(peer) && line.contains("--peers"))
+            .count()
+    };
+    ensure!(warned(&ffn) == 1 && warned(&other) == 1 && warned("127.0.0.1:1 ") == 0, "{log}");
+    Ok(())
 }

@@ -47,6 +47,8 @@ pub(super) enum Fault {
     Absent,
     /// A rank that is there and that an attention rank does not use.
     Unused,
+    /// An attention rank that another one's `--peers` names, and that it forwards nothing to.
+    PeerAbsent,
     /// Clocks too far apart.
     Clock,
 }
@@ -71,7 +73,7 @@ pub(super) fn diagnose(seen: &[Seen], max_skew: Duration) -> Vec<Finding> {
     protocols(&ranks, &mut findings);
     models(&ranks, &mut findings);
     shards(seen, &ranks, &mut findings);
-    let mut told = Told::nothing(seen);
+    let mut told = Told::nothing(seen, v1::Role::Ffn);
     findings.iter().for_each(|finding| told.add(&finding.address));
     twins(&ranks, &mut told, &mut findings);
     links(&ranks, &mut told, &mut findings);
@@ -79,6 +81,7 @@ pub(super) fn diagnose(seen: &[Seen], max_skew: Duration) -> Vec<Finding> {
     readiness(&ranks, &mut told, &mut findings);
     unused(&ranks, &told, &mut findings);
     absences(&ranks, &told, &mut findings);
+    peers(seen, &ranks, &mut findings);
     clocks(&ranks, max_skew, &mut findings);
     findings.sort_by_key(|finding| finding.fault);
     findings
@@ -278,6 +281,27 @@ fn absences(ranks: &Ranks<'_>, told: &Told<'_>, findings: &mut Vec<Finding>) {
         let who = first_few(&who, ", ");
         let sentence = format!("{who} {whose} --ffn or an announcement names: {absent} {why}");
         findings.push(finding(Fault::Absent, absent, sentence));
+    }
+}
+
+/// What attention ranks' `--peers` names and nothing is forwarded to, unless that is told of the rank already.
+fn peers(seen: &[Seen], ranks: &Ranks<'_>, findings: &mut Vec<Finding>) {
+    let mut told = Told::nothing(seen, v1::Role::Attention);
+    let causes = [Fault::Unreachable, Fault::NotReady, Fault::Protocol, Fault::Model];
+    findings.iter().filter(|f| causes.contains(&f.fault)).for_each(|finding| told.add(&finding.address));
+    let mut absent: BTreeMap<(&str, &str), Vec<String>> = BTreeMap::new();
+    for (address, attention) in &ranks.attention {
+        let who = format!("{} at {address}", name(attention.info.identity.as_ref()));
+        let absences = attention.info.attention_absent.iter().filter(|absence| !told.has(&absence.address));
+        for v1::AttentionAbsence { address, why } in absences {
+            absent.entry((address, why)).or_default().push(who.clone());
+        }
+    }
+    for ((absent, why), who) in absent {
+        let (verb, whose) = if who.len() == 1 { ("forwards", "its") } else { ("forward", "their") };
+        let who = first_few(&who, ", ");
+        let sentence = format!("{who} {verb} nothing to {absent}, which {whose} --peers names: {why}");
+        findings.push(finding(Fault::PeerAbsent, absent, sentence));
     }
 }
 

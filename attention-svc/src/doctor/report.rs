@@ -1,6 +1,8 @@
 //! What was seen and what is wrong, as a table with sentences and as JSON.
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
+use afd_common::proto::v1;
 use afd_common::spelling::{FEW, first_few};
 use serde_json::{Value, json};
 
@@ -9,12 +11,19 @@ use super::look::{Clock, Found, Seen};
 use super::milliseconds;
 use crate::bench::table;
 
-const HEADS: [&str; 9] =
-    ["address", "rank", "model", "shard", "version", "links", "round trip", "GB/s", "clock"];
+const HEADS: [&str; 10] =
+    ["address", "rank", "deployment", "model", "shard", "version", "links", "round trip", "GB/s", "clock"];
 
 /// For people.
 pub(super) fn text(seen: &[Seen], findings: &[Finding]) -> String {
-    let mut out = table(&HEADS, seen.iter().map(row).collect());
+    // One name for all says nothing.
+    let deployments: BTreeSet<_> = seen.iter().filter_map(identity).map(|id| &id.deployment).collect();
+    let is_shown = |at: usize| HEADS[at] != "deployment" || deployments.len() > 1;
+    let shown = |cells: Vec<String>| {
+        cells.into_iter().enumerate().filter(|(at, _)| is_shown(*at)).map(|(_, cell)| cell).collect()
+    };
+    let heads: Vec<&str> = (0..HEADS.len()).filter(|at| is_shown(*at)).map(|at| HEADS[at]).collect();
+    let mut out = table(&heads, seen.iter().map(row).map(shown).collect());
     out.push('\n');
     if findings.is_empty() {
         let count = |is: fn(&Found) -> bool| seen.iter().filter(|seen| is(&seen.found)).count();
@@ -46,7 +55,17 @@ fn summary(more: &[Finding]) -> String {
     format!("and {} more like these{at} (--json has all of them)", more.len())
 }
 
+fn identity(seen: &Seen) -> Option<&v1::Identity> {
+    match &seen.found {
+        Found::Attention(rank) => rank.info.identity.as_ref(),
+        Found::Ffn(rank) => rank.edge.answer.identity.as_ref(),
+        Found::Nobody(_) | Found::Stranger(_) => None,
+    }
+}
+
+/// A cell for each of [`HEADS`].
 fn row(seen: &Seen) -> Vec<String> {
+    let deployment = identity(seen).map_or_else(String::new, |identity| identity.deployment.clone());
     let mut cells = vec![seen.address.clone()];
     let clock = |clock: Clock| format!("{:+.1} ms", clock.ahead_us as f64 / 1e3);
     let short = |fingerprint: &str| fingerprint.chars().take(12).collect::<String>();
@@ -60,6 +79,7 @@ fn row(seen: &Seen) -> Vec<String> {
             let model = rank.info.model.clone().unwrap_or_default();
             cells.extend([
                 name(rank.info.identity.as_ref()) + ready,
+                deployment,
                 format!("{} {}", rank.info.name, short(&model.fingerprint)),
                 "–".into(),
                 rank.info.software_version.clone(),
@@ -75,6 +95,7 @@ fn row(seen: &Seen) -> Vec<String> {
             let draining = if answer.draining { " (draining)" } else { "" };
             cells.extend([
                 name(answer.identity.as_ref()) + draining,
+                deployment,
                 format!("{} {}", model.architecture, short(&model.fingerprint)),
                 format!("{}/{}", shard.index, shard.count),
                 answer.software_version.clone(),
@@ -101,17 +122,15 @@ pub(super) fn json(seen: &[Seen], findings: &[Finding]) -> Value {
 }
 
 fn rank(seen: &Seen) -> Value {
-    let identity = |identity: Option<&afd_common::proto::v1::Identity>| {
+    let identity = |identity: Option<&v1::Identity>| {
         identity
             .map(|id| json!({"deployment": id.deployment, "rank": id.rank, "incarnation": id.incarnation}))
     };
-    let fingerprint =
-        |model: Option<&afd_common::proto::v1::ModelIdentity>| model.map(|m| m.fingerprint.clone());
+    let fingerprint = |model: Option<&v1::ModelIdentity>| model.map(|m| m.fingerprint.clone());
     let found = match &seen.found {
         Found::Nobody(why) | Found::Stranger(why) => json!({"role": null, "why": why}),
         Found::Attention(rank) => {
-            let peer =
-                |peer: &afd_common::proto::v1::FfnPeer| json!({"address": peer.address, "link": peer.link});
+            let peer = |peer: &v1::FfnPeer| json!({"address": peer.address, "link": peer.link});
             json!({
                 "role": "attention",
                 "identity": identity(rank.info.identity.as_ref()),

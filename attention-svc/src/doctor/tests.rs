@@ -347,3 +347,47 @@ fn protocols_readiness_and_clocks() {
     let seen = deployment(|a, _, _| a.clock.ahead_us = 500_400);
     assert_eq!(diagnose(&seen, MAX_SKEW), [], "not known that well");
 }
+
+/// A second attention rank at 10.0.0.8:8000, of this deployment.
+fn beside(seen: &mut Vec<Seen>, deployment: &str) {
+    let mut other = attention();
+    other.info.identity = identity(v1::Role::Attention, 1, 2);
+    other.info.identity.as_mut().unwrap().deployment = deployment.into();
+    let found = Found::Attention(Box::new(other));
+    seen.push(Seen { address: "10.0.0.8:8000".into(), expected: v1::Role::Attention, found });
+}
+
+#[test]
+fn a_peer_that_nothing_is_forwarded_to_is_a_finding_unless_its_cause_is_one_already() {
+    let absence =
+        |address: &str, why: &str| v1::AttentionAbsence { address: address.into(), why: why.into() };
+    let mut seen = deployment(|a, _, _| {
+        a.info.attention_absent.push(absence("10.0.0.1:7001", "it is an FFN rank: it belongs into --ffn"));
+        a.info.attention_absent.push(absence("10.0.0.8:8000", "it cannot be reached: Connection refused"));
+    });
+    let (faults, sentences) = found(&seen);
+    assert_eq!(faults, [Fault::PeerAbsent, Fault::PeerAbsent]);
+    assert_eq!(
+        sentences[0],
+        "A0 at 10.0.0.9:8000 forwards nothing to 10.0.0.1:7001, which its --peers names: it is an FFN rank: it belongs \
+         into --ffn"
+    );
+    assert!(!report::text(&seen, &diagnose(&seen, MAX_SKEW)).contains("healthy"));
+    let nobody = Found::Nobody("cannot be reached: Connection refused".into());
+    seen.push(Seen { address: "a-1:8000".into(), expected: v1::Role::Attention, found: nobody });
+    assert_eq!(found(&seen).0, [Fault::Unreachable, Fault::PeerAbsent], "{:#?}", found(&seen));
+    // A healthy rank of another deployment has no finding of its own.
+    let why = "`identity.deployment` of A1 there is other, and d here (--deployment, or --peers)";
+    let mut seen = deployment(|a, _, _| a.info.attention_absent.push(absence("10.0.0.8:8000", why)));
+    beside(&mut seen, "other");
+    says(&seen, Fault::PeerAbsent, &["10.0.0.8:8000", "other, and d here"]);
+}
+
+#[test]
+fn the_table_names_deployments_where_there_are_several() {
+    let mut seen = deployment(|_, _, _| ());
+    assert!(!report::text(&seen, &[]).contains("deployment"));
+    beside(&mut seen, "other");
+    let text = report::text(&seen, &[]);
+    assert!(text.contains("deployment") && text.contains("other"), "{text}");
+}

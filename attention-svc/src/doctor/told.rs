@@ -1,4 +1,4 @@
-//! Which FFN ranks something is told of already: what attention says of the same ranks is then no news, and one cause is one
+//! Which ranks of a role something is told of already: what attention says of the same ranks is then no news, and one cause is one
 //! sentence. Pure.
 use afd_common::proto::v1;
 
@@ -6,16 +6,16 @@ use super::look::Seen;
 
 /// See the module's head.
 pub(super) struct Told<'a> {
-    /// Where FFN ranks were asked for.
+    /// Where ranks of the role were asked for.
     given: Vec<&'a str>,
     told: Vec<String>,
 }
 
 impl<'a> Told<'a> {
-    /// Nothing yet, of what was seen.
-    pub(super) fn nothing(seen: &'a [Seen]) -> Self {
-        let ffn = seen.iter().filter(|seen| seen.expected == v1::Role::Ffn);
-        Self { given: ffn.map(|seen| seen.address.as_str()).collect(), told: Vec::new() }
+    /// Nothing yet, of what was seen where ranks of `role` should be.
+    pub(super) fn nothing(seen: &'a [Seen], role: v1::Role) -> Self {
+        let given = seen.iter().filter(|seen| seen.expected == role);
+        Self { given: given.map(|seen| seen.address.as_str()).collect(), told: Vec::new() }
     }
 
     /// Something is told of the rank at an address.

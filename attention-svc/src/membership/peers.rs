@@ -9,10 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use afd_common::net::client;
 use afd_common::net::tls::ClientTls;
 use afd_common::proto::v1;
-use afd_common::proto::v1::membership_service_client::MembershipServiceClient;
 use afd_common::spelling::span;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
@@ -23,8 +21,13 @@ use tonic::transport::Channel;
 use super::lease::Lease;
 use super::load::{Forwarded, Forwarding, Load, Serving};
 
+mod absent;
+mod ask;
 #[cfg(test)]
 mod tests;
+
+use absent::Away;
+use ask::Listed;
 
 const ASK_EVERY: Duration = Duration::from_millis(200);
 /// For connecting to a peer, and for its answer before others are preferred.
@@ -54,6 +57,8 @@ pub struct PeerSettings {
 pub struct Peers {
     settings: PeerSettings,
     known: Mutex<BTreeMap<SocketAddr, Peer>>,
+    /// Names that stand for no address, and why.
+    unresolved: Mutex<BTreeMap<String, String>>,
     /// Requests that this rank serves itself.
     local: Arc<AtomicU32>,
     forwarding: Arc<Forwarding>,
@@ -61,32 +66,27 @@ pub struct Peers {
 
 /// A peer that may be forwarded to.
 struct Peer {
-    host: String,
+    /// The first that stands for the address.
+    name: String,
     /// Of who answered last.
     rank: u32,
     load: Arc<Load>,
     state: State,
     lease: Lease,
     asking: Option<AbortHandle>,
+    /// Whether an attention rank that can be forwarded to has ever answered.
+    was_here: bool,
 }
 
 enum State {
-    /// Not asked yet, or it does not answer; the last reason.
-    Away(String),
+    /// Not asked yet, or it cannot be forwarded to; the last reason.
+    Away(Away),
     Here {
         channel: Channel,
         ready: bool,
     },
     /// It is this process.
     Own,
-}
-
-/// What a peer says when it is asked.
-struct Listed {
-    state: State,
-    rank: u32,
-    incarnation: u64,
-    num_requests: u32,
 }
 
 /// Who serves a forwarded request.
@@ -119,7 +119,8 @@ pub struct Chosen {
 impl Peers {
     /// Nobody has been asked yet.
     pub fn new(settings: PeerSettings) -> Self {
-        Self { settings, known: Mutex::default(), local: Arc::default(), forwarding: Arc::default() }
+        let (known, unresolved) = (Mutex::default(), Mutex::default());
+        Self { settings, known, unresolved, local: Arc::default(), forwarding: Arc::default() }
     }
 
     /// Whether there may be anybody.
@@ -176,7 +177,7 @@ impl Peers {
                 let requests = peer.load.forwarded.load(Ordering::Acquire);
                 tracing::warn!(peer = %name, why, requests, "{what}");
             }
-            peer.state = State::Away(why.to_owned());
+            peer.state = State::Away(Away::ForNow(why.to_owned()));
         }
     }
 
@@ -255,12 +256,17 @@ impl Peers {
         let mut found = BTreeMap::new();
         for name in &self.settings.names {
             let resolved = timeout(PATIENCE, tokio::net::lookup_host(name.as_str())).await;
-            let Ok(Ok(addresses)) = resolved else {
-                tracing::debug!(name, "a name of --peers cannot be resolved");
-                continue;
+            let failure = match resolved {
+                Ok(Ok(addresses)) => {
+                    for address in addresses {
+                        found.entry(address).or_insert_with(|| name.clone());
+                    }
+                    None
+                }
+                Ok(Err(error)) => Some(error.to_string()),
+                Err(_) => Some(format!("no answer within {}", span(PATIENCE))),
             };
-            let host = name.rsplit_once(':').map_or(name.as_str(), |(host, _)| host);
-            found.extend(addresses.map(|address| (address, host.to_owned())));
+            self.handle_resolved(name, failure);
         }
         let mut known = self.lock();
         known.retain(|address, peer| {
@@ -272,25 +278,26 @@ impl Peers {
             stays
         });
         found.retain(|address, _| !known.contains_key(address));
-        known.extend(found.iter().map(|(address, host)| (*address, Peer::unknown(host.clone()))));
+        known.extend(found.iter().map(|(address, name)| (*address, Peer::unknown(name.clone()))));
         found.into_keys().collect()
     }
 
     /// Until the address turns out to be this process's own, or is known no more.
     async fn keep_asking(self: Arc<Self>, address: SocketAddr) {
         loop {
-            let (host, channel) = match self.lock().get(&address) {
+            let (name, channel) = match self.lock().get(&address) {
                 Some(Peer { state: State::Own, .. }) | None => return,
-                Some(Peer { state: State::Here { channel, .. }, host, .. }) => {
-                    (host.clone(), Some(channel.clone()))
+                Some(Peer { state: State::Here { channel, .. }, name, .. }) => {
+                    (name.clone(), Some(channel.clone()))
                 }
-                Some(Peer { state: State::Away(_), host, .. }) => (host.clone(), None),
+                Some(Peer { state: State::Away(_), name, .. }) => (name.clone(), None),
             };
-            let mut listed = pin!(self.listed(address, &host, channel));
+            let mut listed = pin!(ask::listed(&self.settings, address, &name, channel));
             match timeout(PATIENCE, &mut listed).await {
                 Ok(listed) => self.handle_listed(address, listed),
                 Err(_) => {
-                    self.handle_listed(address, Err(format!("no answer within {}", span(PATIENCE))));
+                    let late = Away::ForNow(format!("no answer within {}", span(PATIENCE)));
+                    self.handle_listed(address, Err(late));
                     // A late answer is one: it keeps what the peer serves alive.
                     if let Ok(listed) = timeout(self.settings.timeout, listed).await {
                         self.handle_listed(address, listed);
@@ -301,12 +308,17 @@ impl Peers {
         }
     }
 
-    fn handle_listed(&self, address: SocketAddr, listed: Result<Listed, String>) {
+    fn handle_listed(&self, address: SocketAddr, listed: Result<Listed, Away>) {
         let mut known = self.lock();
         let Some(peer) = known.get_mut(&address) else { return };
         match (&peer.state, &listed) {
             (State::Away(before), Err(why)) if before == why => {}
-            (_, Err(why)) => tracing::info!(peer = %address, why, "no attention rank to forward to"),
+            (_, Err(Away::ForNow(why))) => {
+                tracing::info!(peer = %address, why, "no attention rank to forward to");
+            }
+            (_, Err(Away::ForGood(why))) => {
+                tracing::warn!(peer = %address, why, "--peers names an address that nothing can be forwarded to");
+            }
             (State::Away(_), Ok(Listed { state: State::Here { .. }, rank, .. })) => {
                 tracing::info!(peer = %address, rank, "requests may be forwarded to this attention rank");
             }
@@ -316,49 +328,11 @@ impl Peers {
             Ok(Listed { rank, state, incarnation, num_requests }) => {
                 peer.load.all.store(num_requests, Ordering::Release);
                 peer.lease.handle_answer(incarnation, Instant::now());
+                peer.was_here = true;
                 (rank, state)
             }
             Err(why) => (peer.rank, State::Away(why)),
         };
-    }
-
-    /// What a peer is, and how many requests it serves.
-    async fn listed(
-        &self,
-        address: SocketAddr,
-        host: &str,
-        channel: Option<Channel>,
-    ) -> Result<Listed, String> {
-        let settings = &self.settings;
-        let channel = match channel {
-            Some(channel) => channel,
-            None => {
-                let tls = settings.tls.as_ref().map(|tls| tls.peer(host)).transpose();
-                let tls = tls.map_err(|error| error.to_string())?;
-                client::connect(&address.to_string(), tls.as_ref(), PATIENCE).await?
-            }
-        };
-        let mut request = tonic::Request::new(v1::ListPeersRequest {});
-        if let Some(token) = &settings.token {
-            request.metadata_mut().insert("authorization", token.clone());
-        }
-        let answer = MembershipServiceClient::new(channel.clone()).list_peers(request).await;
-        let answer = answer.map_err(|status| client::words(&status))?.into_inner();
-        let identity = answer.identity.unwrap_or_default();
-        let (rank, incarnation) = (identity.rank, identity.incarnation);
-        if identity == settings.identity {
-            return Ok(Listed { state: State::Own, rank, incarnation, num_requests: 0 });
-        }
-        for (field, own, other) in [
-            ("identity.deployment", &settings.identity.deployment, &identity.deployment),
-            ("fingerprint", &settings.fingerprint, &answer.fingerprint),
-        ] {
-            if own != other {
-                return Err(format!("`{field}` differs: {own} here, {other} there (--peers)"));
-            }
-        }
-        let state = State::Here { channel, ready: answer.ready };
-        Ok(Listed { state, rank, incarnation, num_requests: answer.num_requests })
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<SocketAddr, Peer>> {
@@ -367,8 +341,15 @@ impl Peers {
 }
 
 impl Peer {
-    fn unknown(host: String) -> Self {
-        let lease = Lease::new(Instant::now());
-        Self { host, rank: 0, load: Arc::default(), state: State::Away(String::new()), lease, asking: None }
+    fn unknown(name: String) -> Self {
+        Self {
+            name,
+            rank: 0,
+            load: Arc::default(),
+            state: State::Away(Away::Unasked),
+            lease: Lease::new(Instant::now()),
+            asking: None,
+            was_here: false,
+        }
     }
 }

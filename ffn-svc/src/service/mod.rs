@@ -6,6 +6,7 @@ use afd_common::net::{LinkAcceptor, add_reflection, messages};
 use afd_common::proto::v1::ffn_control_service_server::FfnControlServiceServer;
 use afd_common::proto::v1::inference_service_server::InferenceServiceServer;
 use afd_common::proto::v1::layer_stage_service_server::LayerStageServiceServer;
+use afd_common::proto::v1::membership_service_server::MembershipServiceServer;
 use afd_common::telemetry::Metrics;
 use axum::Router;
 
@@ -19,7 +20,7 @@ pub use health::{Health, Phase};
 use crate::session::control::{self, Control};
 use crate::session::sessions::Sessions;
 use layer_stage::LayerStages;
-use refuse::NoInference;
+use refuse::WrongRole;
 
 /// HTTP routes and gRPC services.
 ///
@@ -35,10 +36,11 @@ pub fn router(
         .max_decoding_message_size(control::MAX_MESSAGE_BYTES);
     let stages = LayerStageServiceServer::new(LayerStages::new(Arc::clone(sessions)))
         .max_decoding_message_size(inline::max_message_bytes(max_body_bytes));
-    let inference = InferenceServiceServer::new(NoInference::new(&sessions.settings().identity));
+    let refused = WrongRole::new(&sessions.settings().identity);
     let grpc = tonic::service::Routes::new(control)
         .add_service(stages)
-        .add_service(inference)
+        .add_service(InferenceServiceServer::new(refused.clone()))
+        .add_service(MembershipServiceServer::new(refused))
         .add_service(health.service());
     // What is refused here is not listed.
     let grpc = add_reflection(grpc, &["afd.v1.FfnControlService", "afd.v1.LayerStageService"])?

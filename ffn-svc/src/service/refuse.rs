@@ -1,12 +1,14 @@
-//! `InferenceService` on the wrong role: every call fails at once and says whom to ask.
+//! `InferenceService` and `MembershipService` on the wrong role: every call fails at once and says whom to ask.
 use afd_common::proto::v1;
 use afd_common::proto::v1::inference_service_server::InferenceService;
+use afd_common::proto::v1::membership_service_server::MembershipService;
 use tonic::{Code, Request, Response, Status};
 
 use crate::session::status::detailed;
 
 /// See the module's head.
-pub(super) struct NoInference {
+#[derive(Clone)]
+pub(super) struct WrongRole {
     sentence: String,
 }
 
@@ -19,7 +21,7 @@ pub(super) fn sentence(identity: &v1::Identity) -> String {
     )
 }
 
-impl NoInference {
+impl WrongRole {
     pub(super) fn new(identity: &v1::Identity) -> Self {
         Self { sentence: sentence(identity) }
     }
@@ -31,7 +33,7 @@ impl NoInference {
 }
 
 #[tonic::async_trait]
-impl InferenceService for NoInference {
+impl InferenceService for WrongRole {
     type GenerateStream = futures::stream::Empty<Result<v1::GenerateResponse, Status>>;
 
     async fn generate(
@@ -63,6 +65,27 @@ impl InferenceService for NoInference {
     }
 
     async fn abort(&self, _: Request<v1::AbortRequest>) -> Result<Response<v1::AbortResponse>, Status> {
+        self.refusal()
+    }
+}
+
+#[tonic::async_trait]
+impl MembershipService for WrongRole {
+    async fn announce(
+        &self,
+        _: Request<v1::AnnounceRequest>,
+    ) -> Result<Response<v1::AnnounceResponse>, Status> {
+        self.refusal()
+    }
+
+    async fn leave(&self, _: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
+        self.refusal()
+    }
+
+    async fn list_peers(
+        &self,
+        _: Request<v1::ListPeersRequest>,
+    ) -> Result<Response<v1::ListPeersResponse>, Status> {
         self.refusal()
     }
 }

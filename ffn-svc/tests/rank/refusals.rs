@@ -4,6 +4,7 @@ use afd_common::proto::v1;
 use afd_common::proto::v1::ffn_control_service_client::FfnControlServiceClient;
 use afd_common::proto::v1::inference_service_client::InferenceServiceClient;
 use afd_common::proto::v1::layer_stage_service_client::LayerStageServiceClient;
+use afd_common::proto::v1::membership_service_client::MembershipServiceClient;
 use ffn_svc::config::ServeOptions;
 use tch::{Device, Kind, Tensor};
 use tokio_stream::StreamExt;
@@ -275,13 +276,17 @@ async fn a_wrong_hop_is_answered_with_its_fault_and_the_link_lives_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_generation_call_fails_at_once_and_says_whom_to_ask() {
+async fn a_call_for_attention_ranks_fails_at_once_and_says_whom_to_ask() {
     let rank = Rank::start(options("tiny-llama")).await;
     let mut inference = InferenceServiceClient::new(rank.channel().await);
     let generate = inference.generate(v1::GenerateRequest::default()).await.err().unwrap();
     let tokenize = inference.tokenize(v1::TokenizeRequest::default()).await.err().unwrap();
-    for status in [generate, tokenize] {
+    let mut membership = MembershipServiceClient::new(rank.channel().await);
+    let list = membership.list_peers(v1::ListPeersRequest {}).await.err().unwrap();
+    let announce = membership.announce(v1::AnnounceRequest::default()).await.err().unwrap();
+    for status in [generate, tokenize, list, announce] {
         assert_eq!(status.code(), Code::FailedPrecondition);
+        assert_eq!(status.get_details_error_info().expect("no detail").reason, "WRONG_ROLE");
         let message = status.message();
         assert!(message.contains("ffn-svc") && message.contains("attention-svc"), "{message}");
     }

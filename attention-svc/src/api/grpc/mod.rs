@@ -108,6 +108,7 @@ impl InferenceService for Face {
             eos_token_ids: model.limits.eos_token_ids.clone(),
             ffn_peers: ffn.in_use,
             ffn_absent: ffn.absent,
+            attention_absent: self.api.peers.absent(),
             identity: Some(by.identity.clone()),
             link_kinds: by.link_kinds.iter().map(ToString::to_string).collect(),
             answered_at_us: crate::api::unix_time().as_micros() as u64,

@@ -73,3 +73,24 @@ async fn what_a_silent_peer_serves_is_lost_and_a_pause_of_this_rank_is_no_silenc
     }
     assert!(chosen.lost.is_cancelled());
 }
+
+#[tokio::test]
+async fn who_is_not_forwarded_to_is_told_and_another_address_of_somebodys_host_is_not() {
+    let away = |why: Away| Peer { state: State::Away(why), ..Peer::unknown("h".into()) };
+    let refused = || Away::ForNow("refused".into());
+    let wrong_role = || Away::ForGood("it is an FFN rank".into());
+    let told = |all: Vec<Peer>| {
+        let peers = peers(all);
+        peers.handle_resolved("nowhere:1", Some("no such host".into()));
+        peers.handle_resolved("somewhere:1", Some("no such host".into()));
+        peers.handle_resolved("somewhere:1", None);
+        peers.absent().into_iter().map(|absence| (absence.address, absence.why)).collect::<Vec<_>>()
+    };
+    let nowhere = ("nowhere:1".to_owned(), "it cannot be resolved: no such host".to_owned());
+    let at = |n: u16, why: &str| (format!("10.0.0.1:{n}"), why.to_owned());
+    assert_eq!(told(vec![here(true, 0), away(Away::Unasked), away(refused())]), [nowhere.clone()]);
+    assert_eq!(told(vec![away(refused())]), [at(0, "refused"), nowhere.clone()]);
+    let gone = Peer { was_here: true, ..away(refused()) };
+    let expected = [at(0, "refused"), at(2, "it is an FFN rank"), nowhere];
+    assert_eq!(told(vec![gone, away(refused()), away(wrong_role())]), expected);
+}
