@@ -170,6 +170,13 @@ async fn steps_that_came_in_time_are_written_and_counted_and_none_is_an_error() 
     let is_step = |event: &&Value| event["name"].as_str().is_some_and(|name| name.starts_with("step "));
     ensure!(events.iter().filter(is_step).count() as u64 == came, "{said}");
     ensure!(events.iter().any(|event| event["name"] == "compute L0"), "no time of the FFN's");
+    // Standard output has the timeline and nothing else.
+    let url = deployment.url(0, "");
+    let words = move || output("attention-svc", &["profile", "--url", &url, "--steps", "2", "--out", "-"]);
+    let printed = tokio::task::spawn_blocking(words).await??;
+    let said = String::from_utf8(printed.stderr)?;
+    let timeline: Value = serde_json::from_slice(&printed.stdout).context(said.clone())?;
+    ensure!(timeline["otherData"]["steps"] == 2 && said.starts_with("2 steps: "), "{said}");
     Ok(())
 }
 

@@ -3,13 +3,14 @@
 //!
 //! In reading order: this (the command) → [`route`] (what the rank does, for one caller at a time: asks the engine, collects
 //! what FFN ranks report of the same steps) → [`chrome`] (times to lanes).
+use std::io::Write;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
 use afd_common::process::out_file::OutFile;
-use afd_common::spelling::count;
+use afd_common::spelling::{count, span};
 use clap::Args;
 
 pub mod chrome;
@@ -33,7 +34,7 @@ pub struct ProfileArgs {
     /// Time to wait for them, up to 10m
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = patience)]
     timeout: Span,
-    /// Where to write the timeline; open it at https://ui.perfetto.dev
+    /// Where to write the timeline; open it at https://ui.perfetto.dev; - is standard output
     #[arg(long, value_name = "FILE.json", default_value = "profile.json")]
     out: PathBuf,
     /// File with a bearer token to send
@@ -62,11 +63,11 @@ struct Recording {
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
     /// The server cannot be asked, or has nothing to show.
-    #[error("{url}: {what}")]
+    #[error("{url} {what}")]
     Server {
         /// Which.
         url: String,
-        /// What went wrong.
+        /// What went wrong, as the sentence goes on behind its address.
         what: String,
     },
     /// A file.
@@ -97,11 +98,23 @@ impl ProfileError {
 /// [`ProfileError`].
 pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
     // First: a path that is no good should not cost a recording.
-    let out = OutFile::open(&args.out).map_err(|source| file("--out", &args.out, source))?;
+    let out = match args.out.as_os_str() == "-" {
+        true => None,
+        false => Some(OutFile::open(&args.out).map_err(|source| file("--out", &args.out, source))?),
+    };
     let failed = |what: String| ProfileError::Server { url: args.url.clone(), what };
     let limit = args.timeout.0 + FOR_THE_WAY;
     let client = reqwest::Client::builder().no_proxy().timeout(limit).build();
-    let client = client.map_err(|error| failed(served::failure(&error)))?;
+    let begun = Instant::now();
+    let no_answer =
+        |error: reqwest::Error| match (served::no_answer(&error, begun.elapsed()), error.is_timeout()) {
+            (what, true) => {
+                let way = span(FOR_THE_WAY);
+                failed(format!("{what} (--timeout {}, and {way} for the answer's way)", span(args.timeout.0)))
+            }
+            (what, false) => failed(what),
+        };
+    let client = client.map_err(no_answer)?;
     let wanted = serde_json::json!({"steps": args.steps, "timeout_s": args.timeout.0.as_secs_f64()});
     let mut request = client.post(format!("{}/profile", args.url.trim_end_matches('/'))).json(&wanted);
     if let Some(path) = &args.api_key_file {
@@ -109,18 +122,26 @@ pub async fn run(args: ProfileArgs) -> Result<(), ProfileError> {
         let key = read.map_err(|source| file("--api-key-file", path, source))?;
         request = request.bearer_auth(key.trim());
     }
-    let answer = request.send().await.map_err(|error| failed(served::failure(&error)))?;
+    let answer = request.send().await.map_err(no_answer)?;
     let status = answer.status();
-    let text = answer.text().await.map_err(|error| failed(served::failure(&error)))?;
+    let text = answer.text().await.map_err(no_answer)?;
     if !status.is_success() {
-        return Err(failed(served::refusal(status, &text)));
+        return Err(failed(format!("refuses: {}", served::refusal(status, &text))));
     }
-    out.write(&text).map_err(|source| file("--out", &args.out, source))?;
     let Answer { other_data: Recording { steps, fewer } } = serde_json::from_str(&text).unwrap_or_default();
     let recorded = fewer.or(steps.map(|steps| count(steps, "step"))).unwrap_or_else(|| "recorded".into());
     let (bytes, path) = (text.len(), args.out.display());
-    println!("{recorded}: {bytes} bytes written to {path}; open it at https://ui.perfetto.dev");
-    Ok(())
+    let written = match out {
+        // What is read there is the timeline and nothing else.
+        None => std::io::stdout()
+            .lock()
+            .write_all(text.as_bytes())
+            .inspect(|()| eprintln!("{recorded}: {bytes} bytes")),
+        Some(out) => out.write(&text).inspect(|()| {
+            println!("{recorded}: {bytes} bytes written to {path}; open it at https://ui.perfetto.dev");
+        }),
+    };
+    written.map_err(|source| file("--out", &args.out, source))
 }
 
 fn patience(text: &str) -> Result<Span, String> {
