@@ -69,9 +69,11 @@ async fn a_healthy_pair_is_healthy_and_each_fault_is_named() -> anyhow::Result<(
     }
 
     // Wrong roles, both ways.
-    let (_, findings, _) = doctor(&[attention[0].clone(), ffn[0].clone()], &ffn).await?;
-    has(&findings, &["wrong-role"], &[&ffn[0], "F0, an FFN rank", "--ffn"])?;
-    let (_, findings, _) = doctor(&attention, &[ffn.clone(), attention.clone()].concat()).await?;
+    let by_name = format!("localhost:{}", deployment.ffn_addresses[0].port());
+    let (_, findings, _) = doctor(&[attention[0].clone(), by_name.clone()], &ffn).await?;
+    has(&findings, &["wrong-role"], &[&by_name, "F0, an FFN rank", "--ffn"])?;
+    let by_name = format!("localhost:{}", deployment.attention_addresses[0].port());
+    let (_, findings, _) = doctor(&[by_name], &[ffn.clone(), attention.clone()].concat()).await?;
     has(&findings, &["wrong-role"], &[&attention[0], "A0, an attention rank", "--attention"])?;
 
     // Nobody there.

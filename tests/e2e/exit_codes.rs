@@ -214,7 +214,12 @@ fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
             Exit::Unusable,
             "--concurrency",
         ),
-        ("attention-svc", vec!["profile", "--url", "http://127.0.0.1:1"], Exit::Failed, "127.0.0.1:1"),
+        (
+            "attention-svc",
+            vec!["profile", "--url", "http://127.0.0.1:1"],
+            Exit::Failed,
+            "http://127.0.0.1:1 cannot be reached: Connection refused",
+        ),
         ("attention-svc", vec!["bench", "--url", "127.0.0.1:1"], Exit::Unusable, "http://127.0.0.1:8000"),
         ("attention-svc", vec!["profile", "--url", "127.0.0.1:1"], Exit::Unusable, "http://127.0.0.1:8000"),
         ("attention-svc", profile(&["--steps", "0"]), Exit::Unusable, "--steps"),
@@ -228,6 +233,13 @@ fn commands_beside_serve_end_by_the_same_table() -> anyhow::Result<()> {
         ("ffn-svc", vec!["probe", "localhost"], Exit::Unusable, "host:port"),
         ("attention-svc", vec!["probe", "localhost"], Exit::Unusable, "host:port"),
         ("attention-svc", vec!["doctor", "--attention", "localhost"], Exit::Unusable, "host:port"),
+        ("attention-svc", vec!["doctor", "--attention", "a:1,b:1,a:1"], Exit::Unusable, "given twice"),
+        (
+            "attention-svc",
+            vec!["doctor", "--attention", "a:1", "--ffn", "a:1"],
+            Exit::Unusable,
+            "--ffn \"a:1\" is in --attention too",
+        ),
         ("attention-svc", vec!["plan", "check", "/nowhere.json"], Exit::Unusable, "/nowhere.json"),
         (
             "ffn-svc",

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use afd_common::config::option::OptionError;
+use afd_common::config::option::{OptionError, refuse};
 use afd_common::config::units::Span;
 use afd_common::process::exit::Exit;
 use afd_common::process::out_file::JsonOut;
@@ -62,6 +62,7 @@ pub struct DoctorArgs {
 /// # Errors
 /// A file of the options cannot be read or written: what is wrong with a deployment is an answer.
 pub async fn run(args: DoctorArgs) -> anyhow::Result<Exit> {
+    each_once(&args)?;
     let not_written = |error: std::io::Error| -> OptionError {
         let path = args.json.as_deref().unwrap_or(Path::new("-")).display();
         OptionError::Option { option: "--json", what: format!("{path}: {error}") }
@@ -82,6 +83,19 @@ pub async fn run(args: DoctorArgs) -> anyhow::Result<Exit> {
         print!("{}", report::text(&seen, &findings));
     }
     Ok(if findings.is_empty() { Exit::Done } else { Exit::Failed })
+}
+
+/// An address given twice would be looked at twice, and in both options it would be two ranks.
+fn each_once(args: &DoctorArgs) -> Result<(), OptionError> {
+    for (option, names) in [("--attention", &args.attention), ("--ffn", &args.ffn)] {
+        if let Some((_, name)) = names.iter().enumerate().find(|(at, name)| names[..*at].contains(name)) {
+            return refuse(option, format!("{name:?} is given twice"));
+        }
+    }
+    match args.ffn.iter().find(|name| args.attention.contains(name)) {
+        Some(name) => refuse("--ffn", format!("{name:?} is in --attention too: a rank has one role")),
+        None => Ok(()),
+    }
 }
 
 /// Addresses that attention ranks say they use, each once.
