@@ -10,12 +10,16 @@
 //! own turn. Aligning them when attention is the bottleneck only makes everybody wait, so nothing is held then. What
 //! decides is measured: how long an execution takes by its rows, and how long a rank takes from an answer to its next hop. A
 //! hop that came while the FFN was busy is seen only afterwards, so it says no more than that its rank took no longer.
+//! Whether it did help is measured too: where turns are not shorter with company, it is left for a while (`trial`).
 //!
 //! A lane is one stage of one rank: at most one hop of it is under way. Stages of a rank are never boarded with each
 //! other; they are there to overlap.
 use afd_common::ids::{HopKey, StepId};
 
 use super::SourceId;
+use trial::Trial;
+
+mod trial;
 
 /// Weight of a new measurement.
 const NEWEST: f64 = 0.2;
@@ -36,7 +40,13 @@ pub struct Convoys {
     lanes: Vec<Lane>,
     next_convoy: u64,
     costs: Costs,
+    /// By the rows of all busy ranks together, told apart as costs are.
+    trials: [Trial; SIZES],
+    /// Those rows.
+    load: usize,
     is_on: bool,
+    /// When it was on last.
+    on_us: Option<u64>,
     /// When the last execution ended: nobody waits for company while the FFN is busy anyway.
     free_us: u64,
     /// Whether nobody has looked since: what is seen now may have come long ago.
@@ -93,7 +103,10 @@ impl Convoys {
             lanes: Vec::new(),
             next_convoy: 0,
             costs: Costs::default(),
+            trials: [Trial::default(); SIZES],
+            load: 0,
             is_on: false,
+            on_us: None,
             free_us: 0,
             was_busy: false,
             dropped: 0,
@@ -144,6 +157,8 @@ impl Convoys {
             // A pause between requests is no period.
             if lane.period_us.is_none_or(|known| period < 4.0 * known) {
                 mix(&mut lane.period_us, period);
+                let with_company = self.on_us.is_some_and(|on_us| on_us >= began_us);
+                self.trials[self.load].note(with_company, period, self.costs.executions);
             }
         }
         lane.rows += NEWEST * (f64::from(rows) - lane.rows);
@@ -187,7 +202,9 @@ impl Convoys {
             return None;
         }
         self.is_on = self.helps(now_us);
-        if !self.is_on {
+        if self.is_on {
+            self.on_us = Some(now_us);
+        } else {
             self.lanes.iter_mut().for_each(|lane| lane.convoy = None);
             return None;
         }
@@ -265,7 +282,7 @@ impl Convoys {
     }
 
     /// Whether going together is faster for the busy ranks than going one by one.
-    fn helps(&self, now_us: u64) -> bool {
+    fn helps(&mut self, now_us: u64) -> bool {
         let busy = || self.lanes.iter().filter(|lane| lane.is_busy(now_us, self.board_us));
         let num_lanes = busy().count() as f64;
         let num_stages = busy().map(|lane| lane.stage).max().map_or(0.0, |stage| f64::from(stage) + 1.0);
@@ -274,6 +291,7 @@ impl Convoys {
             return false;
         }
         let rows = busy().map(|lane| lane.rows).sum::<f64>() / num_lanes;
+        let load = size(rows * ranks);
         let (thinking, known) = busy()
             .filter_map(|lane| lane.think_us)
             .fold((0.0, 0.0), |(sum, n), think| (sum + think, n + 1.0));
@@ -285,7 +303,8 @@ impl Convoys {
         let one_by_one = (num_lanes * alone).max(think + alone);
         let in_convoys = (num_stages * together).max(think + together);
         let threshold = if self.is_on { 1.0 } else { WORTH_BEGINNING };
-        in_convoys < threshold * one_by_one
+        self.load = load;
+        in_convoys < threshold * one_by_one && self.trials[load].allows(self.costs.executions)
     }
 }
 
