@@ -157,7 +157,7 @@ async fn peers_that_cannot_be_used_are_named_each_with_its_reason() -> anyhow::R
     let deadline = std::time::Instant::now() + START_LIMIT;
     // It asks before it is ready, and an answer may be on its way still.
     let findings = loop {
-        let (healthy, findings, _) = doctor(&[address.clone()], &[]).await?;
+        let (healthy, findings, _) = doctor(std::slice::from_ref(&address), &[]).await?;
         ensure!(!healthy || std::time::Instant::now() < deadline, "it exits as if all were well");
         if findings.iter().filter(|(fault, _)| fault == "peer-absent").count() == 3 {
             break findings;
