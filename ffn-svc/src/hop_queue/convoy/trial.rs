@@ -1,6 +1,6 @@
-//! Whether company has helped, by what it came to: how long the ranks' turns are with it and without. How long an execution takes
-//! and how long a rank thinks are measured apart from each other, and where they share processors their sum says less than
-//! the turn itself. Pure.
+//! Whether company has helped, by what it came to: how long the ranks' turns are with it and without. The parts of a turn are
+//! measured apart from each other (how long an execution takes, how long a rank thinks), so that company can be foreseen to
+//! help where it does not; the turn itself is what counts. Pure.
 
 /// Turns of either kind that are compared, by their median: a turn that was disturbed says nothing about company.
 const TURNS: usize = 24;
