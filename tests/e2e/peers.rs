@@ -107,31 +107,68 @@ async fn until(deployment: &Deployment, rank: usize, name: &str, wanted: f64) ->
     }
 }
 
-#[tokio::test]
-async fn a_forwarded_request_whose_client_leaves_is_counted_once_by_each_rank() -> anyhow::Result<()> {
+/// Of a request that A1, busy with another one, forwards to A0, and whose client does `leave`: how it is counted by A1, as
+/// `outcome` of what it forwarded, and by A0, as a sequence that ended for `reason`; each once, and by nobody else.
+async fn is_counted_once(
+    leave: impl AsyncFnOnce(&Deployment, &[u32]) -> anyhow::Result<()>,
+    outcome: &str,
+    reason: &str,
+) -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let (deployment, _other) = pair_with(folder.path(), "10ms", &[]).await?;
     let forwarded = |outcome: &str| format!("afd_requests_forwarded_total{{outcome=\"{outcome}\"}}");
     let ended = |reason: &str| format!("vllm:request_success_total{{finished_reason=\"{reason}\"}}");
     let prompt = fixtures::expected(MODEL)?.prompts.remove(0).input_ids;
-    // This one is busy with the first, so the second is forwarded.
     let _here = deployment.stream(1, &prompt, 400).await?;
-    let events = ask(&deployment, 400, true).await?;
-    ensure!(events.headers()[FORWARDED] == "0");
-    drop(events);
-    until(&deployment, 1, &forwarded("cancelled"), 1.0).await?;
-    // Its sequence is one of the rank that served it, and of no other.
-    until(&deployment, 0, &ended("cancelled"), 1.0).await?;
-    for (rank, name, wanted) in [
-        (1, forwarded("cancelled"), 1.0),
-        (1, ended("cancelled"), 0.0),
-        (0, forwarded("cancelled"), 0.0),
-        (1, forwarded("redone"), 0.0),
-    ] {
+    leave(&deployment, &prompt).await?;
+    until(&deployment, 1, &forwarded(outcome), 1.0).await?;
+    until(&deployment, 0, &ended(reason), 1.0).await?;
+    for other in ["answered", "cancelled", "redone"].into_iter().filter(|other| *other != outcome) {
+        let found = deployment.metric(1, &forwarded(other)).await?;
+        ensure!(found == 0.0, "{other} is counted too");
+    }
+    for (rank, name) in [(1, ended(reason)), (0, forwarded(outcome))] {
         let found = deployment.metric(rank, &name).await?;
-        ensure!(found == wanted, "{name} of A{rank} is {found}, not {wanted}");
+        ensure!(found == 0.0, "{name} of A{rank} is {found}");
     }
     Ok(())
+}
+
+#[tokio::test]
+async fn a_forwarded_request_whose_client_leaves_is_counted_once_by_each_rank() -> anyhow::Result<()> {
+    let events = async |deployment: &Deployment, _: &[u32]| {
+        let events = ask(deployment, 400, true).await?;
+        ensure!(events.headers()[FORWARDED] == "0");
+        Ok(())
+    };
+    is_counted_once(events, "cancelled", "cancelled").await.context("events")?;
+    let messages = async |deployment: &Deployment, prompt: &[u32]| {
+        let mut messages = deployment.stream(1, prompt, 400).await?;
+        messages.message().await?.context("a stream without a message").map(drop)
+    };
+    is_counted_once(messages, "cancelled", "cancelled").await.context("messages")?;
+    // It has no answer yet.
+    let unary = async |deployment: &Deployment, prompt: &[u32]| {
+        let body = json!({"prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": true});
+        let unary = deployment.client().post(deployment.url(1, "/v1/completions")).json(&body).send();
+        let unary = tokio::spawn(unary);
+        until(deployment, 0, "vllm:num_requests_running", 1.0).await?;
+        unary.abort();
+        Ok(())
+    };
+    is_counted_once(unary, "cancelled", "cancelled").await.context("unary")?;
+    // It is read to its end, as a client reads that leaves once it has it all.
+    let whole = async |deployment: &Deployment, _: &[u32]| {
+        let mut whole = ask(deployment, 8, true).await?;
+        ensure!(whole.headers()[FORWARDED] == "0");
+        while let Some(bytes) = whole.chunk().await? {
+            if bytes.ends_with(b"data: [DONE]\n\n") {
+                break;
+            }
+        }
+        Ok(())
+    };
+    is_counted_once(whole, "answered", "length").await.context("whole")
 }
 
 /// What follows when A0 is lost by `lose`: `why` is what is said of it.
